@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters over gpubox's pure functions; nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+from ansible.module_utils.gpubox.errors import GpuboxError
+from ansible.module_utils.gpubox.release import digest
+from ansible.module_utils.gpubox.serving import serve_arguments
+from ansible.module_utils.gpubox.stack import file_digest, load_stack, series_summary
+from ansible.module_utils.gpubox.systemd import quote_assignment, quote_command
+from ansible.module_utils.gpubox.variables import role_options, unknown_variables
+
+
+def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn our refusals into Ansible's, message and all."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except GpuboxError as error:
+            raise AnsibleFilterError(str(error)) from error
+
+    return call
+
+
+class FilterModule:
+    """Filters of gpubox."""
+
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        """Names of the filters as templates use them."""
+        return {
+            "gpubox_digest": _readable(digest),
+            "gpubox_file_digest": _readable(lambda path: file_digest(Path(path))),
+            "load_stack": _readable(lambda name, root: load_stack(name, Path(root))),
+            "role_options": _readable(lambda roles: role_options(Path(roles))),
+            "serve_arguments": _readable(serve_arguments),
+            "series_summary": _readable(series_summary),
+            "systemd_assignment": _readable(
+                lambda pair: quote_assignment(str(pair["key"]), pair["value"])
+            ),
+            "systemd_command": _readable(quote_command),
+            "unknown_variables": _readable(unknown_variables),
+        }

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stack (a tested set of pins) read with everything it names, and its digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import GpuboxError
+from .release import digest
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise GpuboxError(
+            f"{what} {path} cannot be read ({error.strerror})",
+            "a file of the repository",
+            "correct the name, or restore the file from git",
+        ) from error
+
+
+def load_stack(name: str, repository: Path) -> dict[str, Any]:
+    """Read ``stacks/<name>.yml``, its requirements and its patch series.
+
+    Returns:
+        The stack's own keys, and ``requirements`` (text), ``series`` (in order, each with ``name``,
+        ``directory`` and ``definition``) and ``digest`` over every byte that was read.
+
+    Raises:
+        GpuboxError: a file is missing or malformed.
+    """
+    stacks = repository / "stacks"
+    known = sorted(path.stem for path in stacks.glob("*.yml"))
+    if name not in known:
+        raise GpuboxError(
+            f"plan_stack is {name!r}",
+            f"one of: {', '.join(known)}",
+            "set plan_stack in the inventory",
+        )
+    stack: dict[str, Any] = yaml.safe_load(_read(stacks / f"{name}.yml", "the stack"))
+    requirements = _read(stacks / str(stack["requirements"]), "the requirements file")
+    series: list[dict[str, Any]] = []
+    contents: dict[str, str] = {}
+    for entry in stack["patch_series"]:
+        directory = repository / "files" / "patches" / str(entry)
+        text = _read(directory / "series.yml", "the patch series")
+        definition = yaml.safe_load(text)
+        contents[f"{entry}/series.yml"] = text
+        for patch in definition["patches"]:
+            contents[f"{entry}/{patch['file']}"] = _read(directory / patch["file"], "the patch")
+        series.append({"name": entry, "directory": str(directory), "definition": definition})
+    return {
+        **stack,
+        "requirements": requirements,
+        "series": series,
+        "digest": digest({"stack": stack, "requirements": requirements, "patches": contents}),
+    }
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file of the repository."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def series_summary(stack: Mapping[str, Any]) -> list[str]:
+    """One line a series, for the plan."""
+    return [f"{item['name']} ({len(item['definition']['patches'])})" for item in stack["series"]]
