@@ -52,7 +52,8 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
         while not self._wake.wait(interval):
             age = time.monotonic() - self._began
             if self._name and age >= interval:
-                self._display.display(f"    … {self._name}: {elapsed(age)} so far", color="bright gray")
+                line = f"    … {self._name}: {elapsed(age)} so far"
+                self._display.display(line, color="bright gray")
 
     def _begin(self, name: str) -> None:
         self._name, self._began = name, time.monotonic()
@@ -61,12 +62,12 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
             self._thread = threading.Thread(target=self._watch, args=(interval,), daemon=True)
             self._thread.start()
 
-    def v2_playbook_on_task_start(self, task: Any, is_conditional: bool) -> None:
+    def v2_playbook_on_task_start(self, task: Any, is_conditional: bool) -> None:  # noqa: ARG002 - Ansible's interface
         self._begin(task.get_name())
 
     def v2_playbook_on_handler_task_start(self, task: Any) -> None:
         self._begin(task.get_name())
 
-    def v2_playbook_on_stats(self, stats: Any) -> None:
+    def v2_playbook_on_stats(self, stats: Any) -> None:  # noqa: ARG002 - Ansible's interface
         self._name = ""
         self._wake.set()

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
-from ansible.module_utils.gpubox.errors import GpuboxError
-from ansible.module_utils.gpubox.release import digest
-from ansible.module_utils.gpubox.serving import serve_arguments
-from ansible.module_utils.gpubox.stack import file_digest, load_stack, series_summary
-from ansible.module_utils.gpubox.systemd import quote_assignment, quote_command
-from ansible.module_utils.gpubox.variables import role_options, unknown_variables
+
+# Ansible ships module_utils to the box under a name of its own; on the controller it does not.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "module_utils"))
+
+from gpubox.errors import GpuboxError
+from gpubox.release import digest
+from gpubox.serving import serve_arguments
+from gpubox.stack import file_digest, load_stack, series_at, series_summary
+from gpubox.systemd import quote_assignment, quote_command
+from gpubox.variables import role_options, unknown_variables
 
 
 def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,6 +41,7 @@ class FilterModule:
         return {
             "gpubox_digest": _readable(digest),
             "gpubox_file_digest": _readable(lambda path: file_digest(Path(path))),
+            "gpubox_series_at": _readable(series_at),
             "load_stack": _readable(lambda name, root: load_stack(name, Path(root))),
             "role_options": _readable(lambda roles: role_options(Path(roles))),
             "serve_arguments": _readable(serve_arguments),

@@ -43,7 +43,10 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-site_packages: {description: Directory of the distributions, empty if not made yet., type: str, returned: always}
+site_packages:
+  description: Directory of the distributions, empty if not made yet.
+  type: str
+  returned: always
 exists: {description: Whether the environment is there now., type: bool, returned: always}
 wrong: {description: Distributions that were not as pinned., type: dict, returned: always}
 """
@@ -72,7 +75,7 @@ def run_uv(module: AnsibleModule, arguments: list[str], wanted: str) -> None:
         raise GpuboxError(
             f"uv {arguments[0]} ended with {code}:\n{tail}",
             wanted,
-            "check the index and wheelhouse variables of python_env and the network, then run again",
+            "check the python_env_* index and wheelhouse and the network, then run again",
         )
 
 
@@ -145,9 +148,7 @@ def converge(module: AnsibleModule) -> dict[str, object]:
     return {**result, "exists": True, "site_packages": str(packages)}
 
 
-def install(
-    module: AnsibleModule, venv: Path, arguments: list[str], wrong: dict[str, str]
-) -> None:
+def install(module: AnsibleModule, venv: Path, arguments: list[str], wrong: dict[str, str]) -> None:
     """Install requirements; distributions without a stamp are installed over what is there."""
     again = [] if wrong else ["--reinstall"]
     run_uv(

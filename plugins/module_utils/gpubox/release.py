@@ -68,11 +68,3 @@ def publish(directory: Path, files: Mapping[str, str]) -> None:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-
-
-def switch(link: Path, target: str) -> None:
-    """Point the symbolic link ``link`` at ``target`` with one rename."""
-    temporary = link.parent / f".{link.name}.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    temporary.replace(link)

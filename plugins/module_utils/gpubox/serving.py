@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from .errors import GpuboxError
@@ -35,7 +36,7 @@ def serve_arguments(model: str, *layers: Mapping[str, object]) -> list[str]:
     for layer in layers:
         for name, value in layer.items():
             key = name.replace("-", "_")
-            if not key.isidentifier() or key != key.lower():
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", key):
                 raise GpuboxError(
                     f"option {name!r}", "a name such as max_model_len", "correct the name"
                 )

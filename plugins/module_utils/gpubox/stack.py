@@ -29,8 +29,9 @@ def load_stack(name: str, repository: Path) -> dict[str, Any]:
     """Read ``stacks/<name>.yml``, its requirements and its patch series.
 
     Returns:
-        The stack's own keys, and ``requirements`` (text), ``series`` (in order, each with ``name``,
-        ``directory`` and ``definition``) and ``digest`` over every byte that was read.
+        The stack's own keys, and ``requirements`` (text), ``series`` (in order, each with ``name``
+        and ``definition``), ``patches`` (relative file name to text) and ``digest`` over every byte
+        that was read.
 
     Raises:
         GpuboxError: a file is missing or malformed.
@@ -54,11 +55,12 @@ def load_stack(name: str, repository: Path) -> dict[str, Any]:
         contents[f"{entry}/series.yml"] = text
         for patch in definition["patches"]:
             contents[f"{entry}/{patch['file']}"] = _read(directory / patch["file"], "the patch")
-        series.append({"name": entry, "directory": str(directory), "definition": definition})
+        series.append({"name": entry, "definition": definition})
     return {
         **stack,
         "requirements": requirements,
         "series": series,
+        "patches": contents,
         "digest": digest({"stack": stack, "requirements": requirements, "patches": contents}),
     }
 
@@ -71,3 +73,8 @@ def file_digest(path: Path) -> str:
 def series_summary(stack: Mapping[str, Any]) -> list[str]:
     """One line a series, for the plan."""
     return [f"{item['name']} ({len(item['definition']['patches'])})" for item in stack["series"]]
+
+
+def series_at(series: list[Mapping[str, Any]], directory: str) -> list[dict[str, Any]]:
+    """The series with the ``path`` that each has on the box, below ``directory``."""
+    return [{**item, "path": f"{directory}/{item['name']}"} for item in series]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public variables of the roles, from their argument specs, and what does not belong to them."""
+"""The public variables of the roles, from their argument specs, and what is none of them."""
 
 from __future__ import annotations
 
