@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gguf import GGUFWriter, TokenType
+from gguf import GGUFWriter, Keys, TokenType
 
 from . import tokenizer
 from .kquants import quantize
@@ -21,6 +21,17 @@ from .weights import draw
 
 _STAGING_PREFIX = ".tiny-glm5."
 _SHARD_NAME = re.compile(re.escape(FILE_STEM) + r"-\d{5}-of-\d{5}\.gguf")
+
+
+class _ShardWriter(GGUFWriter):  # type: ignore[misc] # gguf has no type information
+    """Orders the split keys as ``llama-gguf-split`` does: it sets split.count last of all."""
+
+    def add_shard_kv_data(self) -> None:
+        super().add_shard_kv_data()
+        for keys in self.kv_data:
+            if Keys.Split.LLM_KV_SPLIT_COUNT in keys:
+                count = keys.pop(Keys.Split.LLM_KV_SPLIT_COUNT)
+                keys[Keys.Split.LLM_KV_SPLIT_COUNT] = count
 
 
 def write(
@@ -116,7 +127,7 @@ def _write_shards(
             f"{len(specs)} tensors, at most {per_shard} in each file, do not make {with_tensors} "
             "files with tensors; choose another number of shards"
         )
-    writer = GGUFWriter(
+    writer = _ShardWriter(
         directory / f"{FILE_STEM}.gguf",
         ARCHITECTURE,
         split_max_tensors=per_shard if shards > 1 else 0,
