@@ -44,7 +44,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 site_packages:
-  description: Directory of the distributions, empty if not made yet.
+  description: Directory of the distributions, also when it is not made yet.
   type: str
   returned: always
 exists: {description: Whether the environment is there now., type: bool, returned: always}
@@ -65,6 +65,12 @@ from ansible.module_utils.gpubox.release import digest, write_atomically
 def site_packages(venv: Path) -> Path | None:
     """The directory that holds the distributions of a virtual environment."""
     return next(iter(sorted(venv.glob("lib/python3*/site-packages"))), None)
+
+
+def expected_site_packages(venv: Path, python: str) -> Path:
+    """Where the distributions will be (check mode on a bare box)."""
+    minor = ".".join(python.split(".")[:2]) if python[:1].isdigit() else "3"
+    return venv / "lib" / f"python{minor}" / "site-packages"
 
 
 def run_uv(module: AnsibleModule, arguments: list[str], wanted: str) -> None:
@@ -105,7 +111,7 @@ def converge(module: AnsibleModule) -> dict[str, object]:
         "changed": bool(wrong) or not stamped or not usable,
         "wrong": wrong,
         "exists": usable,
-        "site_packages": str(packages or ""),
+        "site_packages": str(packages or expected_site_packages(venv, module.params["python"])),
         "diff": {
             "before": "".join(f"{n}: {present[n]}\n" for n in wrong if n in present),
             "after": "".join(f"{name}: {wanted[name]}\n" for name in wrong),

@@ -1,0 +1,164 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+"""One verdict with every failure at once, before anything is changed."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: preflight
+short_description: What stands in the way, all of it at once
+description:
+  - Compares the box with the plan and returns findings; changes nothing and never stops at the
+    first. A later task decides on C(passed).
+options:
+  hardware: {description: The facts of hardware_facts., type: dict, required: true}
+  device: {description: What the box computes on., type: str, choices: [cpu, cuda], required: true}
+  stack: {description: Name of the stack., type: str, required: true}
+  stack_device:
+    description: What the stack is for.
+    type: str
+    choices: [cpu, cuda]
+    required: true
+  environment: {description: Directory of the environment., type: path, required: true}
+  tensor_parallel_size: {description: Ranks of the plan., type: int, required: true}
+  max_model_len: {description: Longest context in tokens., type: int, required: true}
+  model_source: {description: Any shard of the set; may be empty., type: str, required: true}
+  model: {description: Path of the merged file., type: path, required: true}
+  unit: {description: Name of our unit., type: str, required: true}
+  port: {description: TCP port of the service., type: int, required: true}
+  root: {description: Directory that holds C(proc)., type: path, default: /}
+attributes:
+  check_mode: {support: full, description: Reads only.}
+  diff_mode: {support: none, description: Changes nothing.}
+author: [gpubox]
+"""
+
+EXAMPLES = r"""
+- name: The verdict is known
+  preflight:
+    hardware: "{{ __hardware_facts }}"
+    device: cuda
+    stack: glm5-cu130
+    stack_device: cuda
+    environment: /opt/gpubox/environments/0123456789abcdef
+    tensor_parallel_size: 8
+    max_model_len: 131072
+    model_source: /shared/shards/GLM-5-00001-of-00010.gguf
+    model: /shared/glm5-gguf/GLM-5.gguf
+    unit: vllm-glm5.service
+    port: 8000
+"""
+
+RETURN = r"""
+passed: {description: No finding is an error., type: bool, returned: always}
+findings:
+  description: Each with severity, check, measured, wanted and remedy.
+  type: list
+  returned: always
+text: {description: The findings for people., type: str, returned: always}
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.gpubox import preflight
+from ansible.module_utils.gpubox.readiness import port_listeners
+from ansible.module_utils.gpubox.units import unit_properties
+
+
+def read_config(*folders: Path) -> dict[str, Any] | None:
+    """config.json of the first folder that has a readable one."""
+    for folder in folders:
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(config, dict):
+            return config
+    return None
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free for root on the file system that ``path`` is or will be on."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def shard_bytes(source: Path) -> int:
+    """Bytes of the set that ``source`` is a shard of, 0 when it is not there."""
+    stem, separator, count = source.name.rpartition("-of-")
+    if not separator:
+        return source.stat().st_size if source.is_file() else 0
+    pattern = f"{stem.rpartition('-')[0]}-*-of-{count}"
+    return sum(path.stat().st_size for path in source.parent.iterdir() if path.match(pattern))
+
+
+def collect(module: AnsibleModule) -> list[preflight.Finding]:
+    """Measure the box and compare it with the plan."""
+    given = module.params
+    root, model = Path(given["root"]), Path(given["model"])
+    source = Path(given["model_source"]) if given["model_source"] else None
+    facts = {name: fact.get("value") for name, fact in given["hardware"].items()}
+    try:
+        init = (root / "proc/1/comm").read_text(encoding="utf-8").strip()
+    except OSError:
+        init = ""
+    _, output, _ = module.run_command(
+        ["systemctl", "show", "-p", "ControlGroup", "--", given["unit"]],
+        environ_update={"LC_ALL": "C.UTF-8"},
+        handle_exceptions=False,
+    )
+    listeners = port_listeners(root, given["port"], unit_properties(output).get("ControlGroup", ""))
+
+    environment = Path(given["environment"])
+    installed = (environment / "environment.json").is_file()
+    needed = 0 if installed else preflight.ENVIRONMENT_BYTES[given["stack_device"]]
+    source_exists = source is not None and source.is_file()
+    merge = (
+        shard_bytes(source) if source is not None and source_exists and not model.exists() else 0
+    )
+    folders = [source.parent] if source is not None else []
+    return [
+        *preflight.check_host(init, facts.get("os_release"), facts.get("architecture")),
+        *preflight.check_device(given["stack"], given["stack_device"], given["device"]),
+        *preflight.check_model(
+            read_config(*folders, model.parent),
+            given["device"],
+            given["tensor_parallel_size"],
+            given["max_model_len"],
+        ),
+        *preflight.check_space("environment", str(environment), needed, free_bytes(environment)),
+        *preflight.check_space("merged model", str(model), merge, free_bytes(model)),
+        *preflight.check_source(str(source or ""), source_exists, str(model), model.exists()),
+        *preflight.check_port(given["port"], listeners),
+    ]
+
+
+def main() -> None:
+    """Entry point of the module."""
+    module = AnsibleModule(
+        argument_spec={
+            "hardware": {"type": "dict", "required": True},
+            "device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
+            "stack": {"type": "str", "required": True},
+            "stack_device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
+            "environment": {"type": "path", "required": True},
+            "tensor_parallel_size": {"type": "int", "required": True},
+            "max_model_len": {"type": "int", "required": True},
+            "model_source": {"type": "str", "required": True},
+            "model": {"type": "path", "required": True},
+            "unit": {"type": "str", "required": True},
+            "port": {"type": "int", "required": True},
+            "root": {"type": "path", "default": "/"},
+        },
+        supports_check_mode=True,
+    )
+    module.exit_json(changed=False, **preflight.verdict(collect(module)))
+
+
+if __name__ == "__main__":
+    main()
