@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+PAGES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "generate.py"))["PAGES"]
 
 
-def test_the_page_of_variables_is_up_to_date() -> None:
-    specification = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
-    assert specification is not None
-    assert specification.loader is not None
-    generate = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(generate)
-    assert generate.TARGET.read_text() == generate.render(), "run python docs/generate.py"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_generated_page_is_up_to_date(page: Path) -> None:
+    assert page.read_text() == PAGES[page](), "run python docs/generate.py"
