@@ -1,0 +1,136 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+"""Merge GGUF shards into one file."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: gguf_merge
+short_description: A set of GGUF shards is merged into one file
+description:
+  - Merges the shards of a model into one GGUF file, byte for byte what C(llama-gguf-split --merge)
+    writes, without its silent faults.
+  - Every shard is checked before anything is written, and all faults are reported at once. Missing,
+    truncated, empty, zero-filled and concatenated files, HTML pages and Git LFS pointers,
+    swapped, renumbered or foreign shards, duplicate tensors, too little space.
+  - The result is written under a temporary name in the folder of O(dest), brought to the disk and
+    renamed. An interrupted run leaves O(dest) as it was; the next run removes what it left.
+  - A manifest C(<dest>.manifest.json) lets a rerun know the result again in milliseconds, also
+    after the shards were deleted. A right file without a manifest is compared and adopted.
+  - A file that was never split is copied as it is, unless O(src) and O(dest) are the same file.
+  - The shards are never written to.
+options:
+  src:
+    description: Any shard of the set (C(PREFIX-NNNNN-of-NNNNN.gguf)), or a GGUF file of its own.
+    type: path
+    required: true
+  dest:
+    description:
+      - The merged file. It must be none of the inputs and not be named like a shard; its folder
+        must exist. A symbolic link is followed. An existing file is replaced when it differs and
+        hands on its mode and owner.
+    type: path
+    required: true
+extends_documentation_fragment: [ansible.builtin.files]
+attributes:
+  check_mode:
+    support: full
+    description:
+      - All checks are made and nothing is written. If none of the shards is there yet, RV(action)
+        is C(awaited).
+  diff_mode: {support: full, description: Size and tensors of the file before and after.}
+author: [gpubox]
+"""
+
+EXAMPLES = r"""
+- name: GLM-5 is one file
+  gguf_merge:
+    src: /shared/staging/GLM-5-UD-Q4_K_XL-00001-of-00010.gguf
+    dest: /shared/glm5-gguf/GLM-5-UD-Q4_K_XL.gguf
+    owner: root
+    group: vllm
+    mode: "0640"
+"""
+
+RETURN = r"""
+action:
+  description:
+    - C(merged) or C(copied) (written), C(adopted) (right already, now with a manifest),
+      C(unchanged), or C(awaited) (check mode, the shards are not there yet).
+  type: str
+  returned: success
+path: {description: The result; O(dest) with symbolic links resolved., type: str, returned: success}
+sources: {description: The files of the set in order., type: list, elements: str, returned: success}
+size: {description: Bytes of the result., type: int, returned: unless awaited}
+tensors: {description: Tensors in the result., type: int, returned: unless awaited}
+seconds: {description: Time taken., type: float, returned: success}
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.gpubox.errors import GpuboxError
+from ansible.module_utils.gpubox.gguf import read_header
+from ansible.module_utils.gpubox.gguf_merge import Result, merge
+
+
+def describe(path: Path) -> str:
+    """What ``path`` is, for a diff."""
+    if not path.exists():
+        return "absent\n"
+    try:
+        header = read_header(path)
+    except GpuboxError as error:
+        return f"no GGUF: {error.measured}\n"
+    return f"size: {header.size}\ntensors: {len(header.tensors)}\n"
+
+
+def difference(before: str, result: Result) -> dict[str, str]:
+    """The diff of one run."""
+    after = before
+    if result.action in ("merged", "copied"):
+        names = "".join(f"  - {path.name}\n" for path in result.sources)
+        after = f"size: {result.size}\ntensors: {result.tensors}\n{result.action} from:\n{names}"
+    return {
+        "before_header": str(result.path),
+        "after_header": str(result.path),
+        "before": before,
+        "after": after,
+    }
+
+
+def main() -> None:
+    """Run the module."""
+    module = AnsibleModule(
+        argument_spec={
+            "src": {"type": "path", "required": True},
+            "dest": {"type": "path", "required": True},
+        },
+        add_file_common_args=True,
+        supports_check_mode=True,
+    )
+    dest = Path(module.params["dest"])
+    try:
+        before = describe(dest)
+        result = merge(Path(module.params["src"]), dest, check_mode=module.check_mode)
+    except GpuboxError as error:
+        module.fail_json(msg=str(error))
+    answer: dict[str, Any] = {
+        "action": result.action,
+        "path": str(result.path),
+        "sources": [str(path) for path in result.sources],
+        "seconds": round(result.seconds, 3),
+        "diff": difference(before, result),
+    }
+    if result.size is not None:
+        answer |= {"size": result.size, "tensors": result.tensors}
+    changed = result.changed
+    if result.path.exists():  # in check mode it may still have to come
+        attributes = module.load_file_common_arguments(module.params, path=str(result.path))
+        changed = module.set_fs_attributes_if_different(attributes, changed)
+    module.exit_json(changed=changed, **answer)
+
+
+if __name__ == "__main__":
+    main()
