@@ -119,7 +119,7 @@ def stream(
     log: Path,
     show: Callable[[str], None],
 ) -> int:
-    """Run a command; each of its lines goes to ``show`` and to the file ``log``. Its exit status."""
+    """Run a command, each line to ``show`` and to the file ``log``; its exit status."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("w", encoding="utf-8") as record,

@@ -26,7 +26,8 @@ find_python() {
     for candidate in ${GPUBOX_PYTHON:-} "python$version" "$HOME"/.pyenv/versions/"$version"*/bin/python3 /usr/bin/python3; do
       # a pyenv shim exists for versions that are not selected: only an interpreter that answers counts
       if "$candidate" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" 2>/dev/null; then
-        "$candidate" -c 'import sys; print(sys.executable)'
+        # of a virtual environment (ours may be on PATH) the interpreter that it was made with
+        "$candidate" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))'
         return
       fi
     done
@@ -107,8 +108,8 @@ setup_system() {
     have "${command%%:*}" || packages+=("${command##*:}")
   done
   [ ${#packages[@]} = 0 ] && return
-  # podman's own network programs lie outside PATH
-  packages+=(netavark aardvark-dns)
+  # podman's network programs lie outside PATH
+  [ "$(id -u)" = 0 ] && packages+=(netavark aardvark-dns)
   if [ "$(id -u)" = 0 ] && have apt-get; then
     apt_install "${packages[@]}" || fail "apt-get could not install ${packages[*]} (its message is above)" \
       "podman and its helpers" "check the network and the apt sources, then repeat"
