@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "module_utils"))
 from gpubox.errors import GpuboxError
 from gpubox.release import digest
 from gpubox.serving import serve_arguments
-from gpubox.stack import file_digest, load_stack, series_at, series_summary
+from gpubox.stack import file_digest, load_stack, series_at, series_summary, texts_of
 from gpubox.systemd import quote_assignment, quote_command
 from gpubox.variables import role_options, unknown_variables
 
@@ -50,5 +50,6 @@ class FilterModule:
                 lambda pair: quote_assignment(str(pair["key"]), pair["value"])
             ),
             "systemd_command": _readable(quote_command),
+            "texts_of": _readable(lambda folder, names: texts_of(Path(folder), names)),
             "unknown_variables": _readable(unknown_variables),
         }

@@ -107,12 +107,14 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         init = (root / "proc/1/comm").read_text(encoding="utf-8").strip()
     except OSError:
         init = ""
-    _, output, _ = module.run_command(
-        ["systemctl", "show", "-p", "ControlGroup", "--", given["unit"]],
-        environ_update={"LC_ALL": "C.UTF-8"},
-        handle_exceptions=False,
+    output = ""
+    if module.get_bin_path("systemctl"):
+        command = ["systemctl", "show", "-p", "ControlGroup,MainPID", "--", given["unit"]]
+        _, output, _ = module.run_command(command, environ_update={"LC_ALL": "C.UTF-8"})
+    state = unit_properties(output)
+    listeners = port_listeners(
+        root, given["port"], state.get("ControlGroup", ""), int(state.get("MainPID") or 0)
     )
-    listeners = port_listeners(root, given["port"], unit_properties(output).get("ControlGroup", ""))
 
     environment = Path(given["environment"])
     installed = (environment / "environment.json").is_file()

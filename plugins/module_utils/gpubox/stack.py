@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,11 @@ def load_stack(name: str, repository: Path) -> dict[str, Any]:
         "patches": contents,
         "digest": digest({"stack": stack, "requirements": requirements, "patches": contents}),
     }
+
+
+def texts_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Relative name to text of files of the repository."""
+    return {name: _read(folder / name, "the file") for name in names}
 
 
 def file_digest(path: Path) -> str:
