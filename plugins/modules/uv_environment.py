@@ -129,6 +129,7 @@ def converge(module: AnsibleModule) -> dict[str, object]:
             ["venv", "--python", module.params["python"], str(venv)],
             f"an interpreter of Python {module.params['python']}",
         )
+        wrong = difference(wanted, {})
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements:
         requirements.write(text)
         requirements.flush()

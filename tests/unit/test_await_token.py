@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The unit's own wait for a token, against real servers on loopback."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from gpubox import await_token
+from gpubox.errors import GpuboxError
+from gpubox.readiness import Endpoint, Question
+
+QUESTION = Question("glm-5", "Hello", 4)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers 503 until the class's moment has come, then one streamed completion."""
+
+    ready_at = 0.0
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if time.monotonic() < self.ready_at:
+            self.send_response(503)
+            self.end_headers()
+            return
+        assert asked["model"] == "glm-5"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        usage = {"prompt_tokens": 1, "completion_tokens": 1}
+        for event in ({"choices": [{"text": "x"}]}, {"choices": [], "usage": usage}):
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test's output clean."""
+
+
+@contextmanager
+def server(ready_after: float) -> Iterator[Endpoint]:
+    handler = type("Once", (Handler,), {"ready_at": time.monotonic() + ready_after})
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    try:
+        yield Endpoint("127.0.0.1", running.server_port, "")
+    finally:
+        running.shutdown()
+        running.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(await_token, "POLL_SECONDS", 0.05)
+
+
+def test_it_waits_for_the_token() -> None:
+    with server(0.4) as endpoint:
+        assert 0.4 <= await_token.await_token(endpoint, QUESTION, 10, 0, Path("/")) < 5
+
+
+def test_it_gives_up_at_the_deadline() -> None:
+    with server(60) as endpoint, pytest.raises(GpuboxError, match=r"no token within 0\.3 s"):
+        await_token.await_token(endpoint, QUESTION, 0.3, 0, Path("/"))
+
+
+def test_it_stops_at_once_when_the_server_has_ended(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with server(60) as endpoint, pytest.raises(GpuboxError, match="process 4711 has ended"):
+        await_token.await_token(endpoint, QUESTION, 60, 4711, tmp_path)
+    assert time.monotonic() - begin < 5
+
+
+def test_the_command_line_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    with server(0) as endpoint:
+        code = await_token.main(
+            [
+                f"--base-url=http://{endpoint.host}:{endpoint.port}",
+                "--model=glm-5",
+                "--prompt=Hello",
+                "--max-tokens=4",
+                "--deadline=5",
+            ],
+            {},
+        )
+    assert code == 0
+    assert "the first token came" in capsys.readouterr().out
