@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target can be interrupted and run again.
+#
+# DEMO_SUITE            bookworm (Debian 12, the default) or trixie (Debian 13): the demo's box
+# GPUBOX_DEMO_PORT      port on this host's loopback, 18000
+# GPUBOX_WHEELHOUSE     directory or URL with wheels for the box; PIP_FIND_LINKS if unset
+# GPUBOX_DEBIAN_MIRROR  where Debian's packages come from when no image registry is reachable
+# GPUBOX_PYTHON         interpreter for .venv
+# KEEP_CACHE            =1: demo-down keeps images and downloaded packages
+# SCENARIOS             names of the scenarios that `make test` runs, all if unset
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -12,6 +20,8 @@ export LC_ALL := C.UTF-8
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@printf '\nvariables (environment):\n'
+	@sed -n 's/^# \([A-Z_]* .*\)/  \1/p' Makefile
 
 setup: toolchain ## uv, the locked environment in .venv, podman (by apt as root, else the command is printed)
 	@tools/toolchain.sh system
@@ -41,7 +51,7 @@ unit: toolchain ## unit tests
 check: lint unit ## lint, types and unit tests: before every commit
 
 test: setup check ## everything: check and the scenarios in system containers
-	python -m molecule_runner
+	@python -m tests.scenarios
 
 lock: ## resolve uv.lock anew, with no host in it
 	@tools/toolchain.sh lock

@@ -29,9 +29,9 @@ class Outcome:
 
 def _end(child: subprocess.Popen[str]) -> None:
     """End a child that may already be ending because it shares the terminal's Ctrl-C."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number, patience in ((signal.SIGINT, 1.0), (signal.SIGTERM, GRACE)):
         try:
-            child.wait(GRACE if number == signal.SIGTERM else GRACE / 5)
+            child.wait(patience)
             return
         except subprocess.TimeoutExpired:
             child.send_signal(number)

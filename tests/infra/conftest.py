@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One suite for containers and real boxes: what to expect comes from a file, named by GPUBOX_EXPECT.
+"""One suite for containers and real boxes; GPUBOX_EXPECT names the file of what to expect.
 
 GPUBOX_EXPECT=tests/infra/expect/demo.yml pytest tests/infra --hosts=podman://gpubox-demo
 GPUBOX_EXPECT=my-box.yml pytest tests/infra --hosts=ssh://box --sudo

@@ -19,7 +19,7 @@ def test_the_model_is_one_gguf_file(host: Any, model: dict[str, Any]) -> None:
 
 
 def test_the_merged_file_holds_what_the_shards_hold(host: Any, model: dict[str, Any]) -> None:
-    """Tensor data outweighs the headers: the merged size is that of the shards, less their headers."""
+    """Tensor data outweighs the headers: the sizes agree, less the headers of the shards."""
     if not model["source"]:
         pytest.skip("the shards were removed after the merge")
     shards = host.check_output("stat -c %%s %s/*.gguf", model["source"]).split()

@@ -151,7 +151,7 @@ def test_what_breaks_the_stack_is_not_installed(
 
 
 def test_every_patched_file_is_as_its_series_says(host: Any, main_pid: int) -> None:
-    """From the patches that lie beside the environment: each file has the hash after the last one."""
+    """From the patches beside the environment: each file has the hash after the last one."""
     root = environment(host, main_pid)
     packages = host.check_output("echo %s/venv/lib/python3*/site-packages", root)
     found = host.check_output("find %s/patches -name series.yml", root).split()
