@@ -1,0 +1,645 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the box is, from the texts of its tools and files.
+
+Parsers are pure and take any text: colour codes, ``rev ff``, ``[N/A]``, missing rows and complaints
+between the rows are met on real boxes. A fact is a value or *unknown* with the reason; no answer is
+never taken for "none" (field report A3).
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+NVIDIA = "10de"
+# PCI classes of graphics cards: VGA compatible controller and 3D controller (server boards)
+GPU_CLASSES = ("0300", "0302")
+NVSWITCH_CLASS = "0680"
+COMMAND_SECONDS = 30
+SMI_FIELDS = (
+    "index",
+    "pci.bus_id",
+    "name",
+    "uuid",
+    "memory.total",
+    "compute_cap",
+    "driver_version",
+)
+MIB = 1024**2
+# dpkg patterns of a driver in Ubuntu's archive, in Debian's and in NVIDIA's repository
+DRIVER_PATTERNS = (
+    "cuda-drivers*",
+    "libnvidia-compute*",
+    "libnvidia-ml1",
+    "linux-modules-nvidia-*",
+    "nvidia-dkms*",
+    "nvidia-driver*",
+    "nvidia-headless*",
+    "nvidia-kernel-*",
+    "nvidia-open*",
+)
+# the packages that hold the library whose version has to be that of the module
+_LIBRARY_PACKAGE = re.compile(r"libnvidia-compute(-\d+(-server)?)?|libnvidia-ml1")
+# ECMA-48 and ECMA-35: control sequences, choices of a character set, single escapes
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[ -/]+[0-~]|[@-Z\\-_])")
+_ADDRESS = re.compile(
+    r"(?:(?P<domain>[0-9a-f]{4,8}):)?(?P<bus>[0-9a-f]{2}):(?P<slot>[0-9a-f]{2})\.(?P<function>[0-7])",
+    re.IGNORECASE,
+)
+_LSPCI = re.compile(
+    r"(?P<address>[0-9a-f:.]+) (?P<kind>.*?) ?\[(?P<class>[0-9a-f]{4})\]: "
+    r"(?P<name>.*) \[(?P<vendor>[0-9a-f]{4}):(?P<device>[0-9a-f]{4})\]"
+    r"(?: \(rev (?P<revision>[0-9a-f]{2})\))?",
+    re.IGNORECASE,
+)
+_DRIVER = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
+
+
+# --- parsers --------------------------------------------------------------------------------------
+
+
+def strip_ansi(text: str) -> str:
+    """The text without terminal control sequences."""
+    return _ANSI.sub("", text)
+
+
+def normalize_address(text: str) -> str | None:
+    """A PCI address as lspci -D prints it (``0000:16:00.0``), None when it is none.
+
+    nvidia-smi prints domains with eight digits, lspci without -D leaves domain 0 out.
+    """
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None:
+        return None
+    domain = int(match["domain"] or "0", 16)
+    return f"{domain:04x}:{match['bus']}:{match['slot']}.{match['function']}".lower()
+
+
+@dataclass(frozen=True)
+class PciDevice:
+    """A PCI function. ``revision`` ff is a device that does not answer any more."""
+
+    address: str
+    device_class: str
+    vendor_id: str
+    device_id: str
+    name: str | None
+    revision: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a fact: ``class`` and ``device_id`` (vendor:device) as lspci has them."""
+        return {
+            "address": self.address,
+            "class": self.device_class,
+            "device_id": f"{self.vendor_id}:{self.device_id}",
+            "name": self.name,
+            "revision": self.revision,
+        }
+
+
+def parse_lspci(text: str) -> list[PciDevice]:
+    """Devices of ``lspci -Dnn`` in order of address; other lines are passed over."""
+    found = {}
+    for line in strip_ansi(text).splitlines():
+        match = _LSPCI.match(line.strip())
+        address = normalize_address(match["address"]) if match else None
+        if match and address:
+            found[address] = PciDevice(
+                address,
+                match["class"].lower(),
+                match["vendor"].lower(),
+                match["device"].lower(),
+                match["name"].strip() or None,
+                match["revision"].lower() if match["revision"] else None,
+            )
+    return [found[address] for address in sorted(found, key=_address_key)]
+
+
+def _address_key(address: str) -> tuple[int, str]:
+    domain, _, rest = address.partition(":")
+    return int(domain, 16), rest
+
+
+def read_pci_files(directory: Path) -> list[PciDevice]:
+    """Devices of ``/sys/bus/pci/devices`` in order of address.
+
+    Raises:
+        OSError: there is no such directory.
+    """
+    found = {}
+    for entry in sorted(directory.iterdir()):
+        address = normalize_address(entry.name)
+        if address is None:
+            continue
+        values = {}
+        for name in ("vendor", "device", "class", "revision"):
+            try:
+                text = (entry / name).read_text(encoding="ascii", errors="replace")
+                values[name] = int(text.strip(), 16)
+            except (OSError, ValueError):
+                continue
+        if {"vendor", "device", "class"} <= values.keys():
+            revision = values.get("revision")
+            found[address] = PciDevice(
+                address,
+                f"{(values['class'] >> 8) & 0xFFFF:04x}",
+                f"{values['vendor'] & 0xFFFF:04x}",
+                f"{values['device'] & 0xFFFF:04x}",
+                None,
+                None if revision is None else f"{revision & 0xFF:02x}",
+            )
+    return [found[address] for address in sorted(found, key=_address_key)]
+
+
+def nvidia_gpus(devices: Iterable[PciDevice]) -> list[PciDevice]:
+    """NVIDIA graphics cards: no audio function, no bridge, no card of another vendor."""
+    return [
+        device
+        for device in devices
+        if device.vendor_id == NVIDIA
+        and device.device_class in GPU_CLASSES
+        and device.address.endswith(".0")
+    ]
+
+
+def nvswitches(devices: Iterable[PciDevice]) -> list[PciDevice]:
+    """NVSwitch bridges, the only reason for a fabric manager (field report D10)."""
+    return [
+        device
+        for device in devices
+        if device.vendor_id == NVIDIA and device.device_class == NVSWITCH_CLASS
+    ]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A row of nvidia-smi; None where it prints ``[N/A]`` or the like."""
+
+    index: int | None
+    address: str | None
+    name: str | None
+    uuid: str | None
+    memory_total_mib: int | None
+    compute_capability: str | None
+    driver_version: str | None
+
+
+def _cell(text: str) -> str | None:
+    """A value of nvidia-smi, None for ``[N/A]``, ``N/A``, ``[Unknown Error]`` and their kind."""
+    text = text.strip()
+    if not text or text.upper() in ("N/A", "NOT AVAILABLE") or re.fullmatch(r"\[.*\]", text):
+        return None
+    return text
+
+
+def _whole(text: str | None, unit: str = "") -> int | None:
+    """A whole number with its unit, None when it is none."""
+    match = re.fullmatch(rf"([0-9]{{1,18}})(?: ?{unit})?", text or "")
+    return int(match[1]) if match else None
+
+
+def parse_smi(text: str) -> tuple[list[Gpu] | None, list[str]]:
+    """Cards of ``nvidia-smi --query-gpu=... --format=csv`` and every line that is no row.
+
+    Returns:
+        The cards in order of address, [] when nvidia-smi says that there are none, None when it
+        says neither; and its complaints.
+    """
+    cards: list[Gpu] | None = None
+    messages = []
+    columns: list[str] = []
+    for line in strip_ansi(text).splitlines():
+        if not line.strip():
+            continue
+        try:
+            cells = next(csv.reader([line], skipinitialspace=True))
+        except (csv.Error, StopIteration):
+            cells = []
+        names = [cell.partition("[")[0].strip() for cell in cells]
+        if "index" in names and "pci.bus_id" in names:
+            columns = names  # a header alone does not say that there are no cards
+        elif columns and len(cells) == len(columns):
+            row = dict(zip(columns, map(_cell, cells), strict=True))
+            cards = cards or []
+            cards.append(
+                Gpu(
+                    _whole(row["index"]),
+                    normalize_address(row["pci.bus_id"] or ""),
+                    row.get("name"),
+                    row.get("uuid"),
+                    _whole(row.get("memory.total"), "MiB"),
+                    row.get("compute_cap"),
+                    row.get("driver_version"),
+                )
+            )
+        else:
+            messages.append(line.strip())
+            if line.strip() == "No devices were found":
+                cards = cards or []
+    if cards is not None:
+        cards.sort(key=lambda card: _address_key(card.address) if card.address else (1 << 32, ""))
+    return cards, messages
+
+
+@dataclass(frozen=True)
+class KernelDriver:
+    """The loaded module: version and flavour (``open`` or ``proprietary``)."""
+
+    version: str
+    flavour: str
+
+
+def parse_driver(text: str) -> KernelDriver | None:
+    """The first line of ``/proc/driver/nvidia/version``, None when it is not like that."""
+    for line in strip_ansi(text).splitlines():
+        if line.startswith("NVRM version:"):
+            match = _DRIVER.search(line)
+            if match:
+                return KernelDriver(match[1], "open" if "Open Kernel" in line else "proprietary")
+    return None
+
+
+def parse_packages(text: str) -> list[dict[str, str]]:
+    """Installed packages of ``dpkg-query -W`` (name, version, status; tab between them)."""
+    found = []
+    for line in text.splitlines():
+        fields = line.split("\t")
+        if len(fields) == 3 and fields[2].strip() == "installed" and fields[0] and fields[1]:
+            found.append({"package": fields[0].strip(), "version": fields[1].strip()})
+    return sorted(found, key=lambda package: package["package"])
+
+
+def library_versions(packages: Iterable[dict[str, str]]) -> list[str]:
+    """Upstream versions of the driver's user-space libraries, without epoch and revision."""
+    found = set()
+    for package in packages:
+        if _LIBRARY_PACKAGE.fullmatch(package["package"].partition(":")[0]):
+            match = _DRIVER.match(package["version"].rpartition(":")[2].partition("-")[0])
+            if match:
+                found.add(match[1])
+    return sorted(found)
+
+
+def parse_meminfo(text: str) -> dict[str, int]:
+    """``/proc/meminfo`` in bytes."""
+    found = {}
+    for line in text.splitlines():
+        match = re.fullmatch(r"(\w+):\s+([0-9]{1,18}) kB", line.strip())
+        if match:
+            found[match[1]] = int(match[2]) * 1024
+    return found
+
+
+def parse_os_release(text: str) -> dict[str, str]:
+    """``/etc/os-release`` (os-release(5): shell-like assignments, one a line)."""
+    found = {}
+    for line in text.splitlines():
+        name, separator, value = line.strip().partition("=")
+        if not separator or not re.fullmatch(r"[A-Z0-9_]+", name):
+            continue
+        if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
+            value = value[1:-1]
+        found[name] = re.sub(r"\\(.)", r"\1", value)
+    return found
+
+
+def parse_cpu_list(text: str) -> set[int] | None:
+    """CPUs of a kernel list such as ``0-3,8``, None when it is none."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part)
+        if match is None:
+            return None
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found or None
+
+
+def parse_status_cpus(text: str) -> set[int] | None:
+    """CPUs that a process may use, from ``/proc/<pid>/status``."""
+    for line in text.splitlines():
+        if line.startswith("Cpus_allowed_list:"):
+            return parse_cpu_list(line.partition(":")[2])
+    return None
+
+
+def parse_limit(text: str) -> int | None:
+    """A limit of a control group in bytes, None for ``max`` or no number."""
+    match = re.fullmatch(r"[0-9]{1,20}", text.strip())
+    return int(text) if match else None
+
+
+def parse_cpu_max(text: str) -> float | None:
+    """CPUs of cgroup v2's ``cpu.max`` (quota and period in µs), None without limit."""
+    fields = text.split()
+    numbers = [_whole(field) for field in fields]
+    if len(numbers) == 2 and numbers[0] and numbers[1]:
+        return numbers[0] / numbers[1]
+    return None
+
+
+def parse_statistics(text: str) -> dict[str, int]:
+    """``memory.stat`` of a control group."""
+    found = {}
+    for line in text.splitlines():
+        name, _, number = line.strip().partition(" ")
+        if re.fullmatch(r"[0-9]{1,20}", number):
+            found[name] = int(number)
+    return found
+
+
+# --- probes ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a command printed; ``fault`` says why there is nothing to read."""
+
+    stdout: str = ""
+    stderr: str = ""
+    code: int = 0
+    fault: str | None = None
+
+
+Run = Callable[[Sequence[str]], Output]
+
+
+def run_command(command: Sequence[str]) -> Output:
+    """Run a command of PATH in the C locale; whatever goes wrong is a fault in the answer."""
+    environment = {**os.environ, "LC_ALL": "C", "LANGUAGE": "C"}
+    try:
+        done = subprocess.run(
+            list(command),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError:
+        return Output(fault=f"{command[0]} is not installed")
+    except subprocess.TimeoutExpired:
+        return Output(fault=f"{command[0]} did not answer within {COMMAND_SECONDS} s")
+    except OSError as error:
+        return Output(fault=f"{command[0]} cannot be run: {error.strerror or error}")
+    return Output(done.stdout, done.stderr, done.returncode)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A value, or the reason why there is none; and where it comes from."""
+
+    value: Any
+    unknown: str | None
+    source: str
+
+
+def known(value: Any, source: str) -> Fact:
+    """A fact that was measured."""
+    return Fact(value, None, source)
+
+
+def unknown(reason: str, source: str) -> Fact:
+    """A fact that could not be measured."""
+    return Fact(None, reason, source)
+
+
+def _tail(output: Output) -> str:
+    """The last words of a command that gave no answer."""
+    if output.fault:
+        return output.fault
+    lines = [line.strip() for line in strip_ansi(output.stdout + "\n" + output.stderr).splitlines()]
+    words = "; ".join([line for line in lines if line][-3:])
+    return (words or "no output") + (f" (exit status {output.code})" if output.code else "")
+
+
+def _text(path: Path) -> tuple[str | None, str]:
+    """Content of a file, or None and the reason."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace"), ""
+    except OSError as error:
+        return None, f"{path}: {error.strerror or error}"
+
+
+class Box:
+    """The facts of a box: commands through ``run``, files below ``root``."""
+
+    def __init__(self, root: Path, run: Run = run_command) -> None:
+        self.root = root
+        self.run = run
+
+    def pci(self) -> dict[str, Fact]:
+        """Graphics cards and switches on the PCI bus."""
+        source = "lspci -Dnn"
+        output = self.run(["lspci", "-Dnn"])
+        devices = parse_lspci(output.stdout)
+        reason = _tail(output)
+        if not devices:
+            directory = self.root / "sys/bus/pci/devices"
+            source = str(directory)
+            try:
+                devices = read_pci_files(directory)
+            except OSError as error:
+                reason = f"lspci: {reason}; {directory}: {error.strerror or error}"
+                return dict.fromkeys(
+                    ("nvidia_devices", "nvswitch_devices"), unknown(reason, source)
+                )
+        return {
+            "nvidia_devices": known([d.to_dict() for d in nvidia_gpus(devices)], source),
+            "nvswitch_devices": known([d.to_dict() for d in nvswitches(devices)], source),
+        }
+
+    def smi(self) -> dict[str, Fact]:
+        """Cards that the driver's tool sees, and what it complains of."""
+        source = "nvidia-smi --query-gpu"
+        output = self.run(["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv"])
+        if output.fault:
+            return dict.fromkeys(("gpus", "nvidia_smi_messages"), unknown(output.fault, source))
+        # the exit status is no evidence: it may be 0 with a card lost (field report D11)
+        cards, messages = parse_smi(output.stdout)
+        messages += [line for line in strip_ansi(output.stderr).splitlines() if line.strip()]
+        gpus = unknown(_tail(output), source)
+        if cards is not None:
+            gpus = known([asdict(card) for card in cards], source)
+        return {"gpus": gpus, "nvidia_smi_messages": known(messages, source)}
+
+    def driver(self) -> dict[str, Fact]:
+        """The module that is loaded and the cards that it has."""
+        path = self.root / "proc/driver/nvidia/version"
+        text, reason = _text(path)
+        loaded = parse_driver(text) if text is not None else None
+        if text is not None and loaded is None:
+            reason = f"{path} has no NVRM version"
+        elif text is None:
+            reason += " (the nvidia module is not loaded)"
+        directory = self.root / "proc/driver/nvidia/gpus"
+        try:
+            addresses = [normalize_address(entry.name) for entry in directory.iterdir()]
+            cards = known(sorted(filter(None, addresses), key=_address_key), str(directory))
+        except OSError as error:
+            cards = unknown(f"{directory}: {error.strerror or error}", str(directory))
+        facts = {"driver_gpus": cards}
+        for name in ("driver_loaded", "driver_flavour"):
+            field = "version" if name == "driver_loaded" else "flavour"
+            facts[name] = (
+                known(getattr(loaded, field), str(path)) if loaded else unknown(reason, str(path))
+            )
+        return facts
+
+    def packages(self) -> dict[str, Fact]:
+        """The driver's packages and the version of its libraries."""
+        source = "dpkg-query -W"
+        names = ("driver_installed", "driver_packages")
+        output = self.run(
+            [
+                "dpkg-query",
+                "-W",
+                "-f",
+                "${Package}\\t${Version}\\t${db:Status-Status}\\n",
+                *DRIVER_PATTERNS,
+            ]
+        )
+        if output.fault:
+            return dict.fromkeys(names, unknown(output.fault, source))
+        packages = parse_packages(output.stdout)
+        # dpkg-query ends with 1 when a pattern has no package, with 2 when it could not read
+        if output.code > 1:
+            return dict.fromkeys(names, unknown(_tail(output), source))
+        versions = library_versions(packages)
+        installed = unknown("no driver library is installed as a package", source)
+        if len(versions) == 1:
+            installed = known(versions[0], source)
+        elif versions:
+            installed = unknown(f"libraries of several versions: {', '.join(versions)}", source)
+        return {"driver_installed": installed, "driver_packages": known(packages, source)}
+
+    def kernel(self) -> dict[str, Fact]:
+        """Kernel release and machine."""
+        facts = {}
+        for name, option in (("kernel_running", "-r"), ("architecture", "-m")):
+            source = f"uname {option}"
+            output = self.run(["uname", option])
+            text = output.stdout.strip()
+            usable = output.code == 0 and re.fullmatch(r"[\w.+~-]+", text)
+            facts[name] = known(text, source) if usable else unknown(_tail(output), source)
+        return facts
+
+    def os_release(self) -> dict[str, Fact]:
+        """The distribution."""
+        reasons = []
+        for path in (self.root / "etc/os-release", self.root / "usr/lib/os-release"):
+            text, reason = _text(path)
+            if text is not None and (values := parse_os_release(text)):
+                return {"os_release": known(values, str(path))}
+            reasons.append(reason or f"{path} has no assignment")
+        return {"os_release": unknown("; ".join(reasons), "os-release")}
+
+    def groups(self, controller: str) -> list[Path]:
+        """Directories of the control groups that this process lies in, for one controller.
+
+        A container may have the path of the host in ``/proc/self/cgroup`` and only its own groups
+        mounted, so only directories that exist are taken, the mounted root always.
+        """
+        text, _ = _text(self.root / "proc/self/cgroup")
+        mount = self.root / "sys/fs/cgroup"
+        found = []
+        for line in (text or "").splitlines():
+            number, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if number == "0" and not controllers:
+                base = mount
+            elif controller in controllers.split(","):
+                base = mount / controllers
+                base = base if base.is_dir() else mount / controller
+            else:
+                continue
+            parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..", ".")]
+            found += [base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+        return [path for path in found if path.is_dir()]
+
+    def cpus(self) -> dict[str, Fact]:
+        """CPUs that may be used: online, allowed to this process, within the group's quota."""
+        online_path = self.root / "sys/devices/system/cpu/online"
+        status_path = self.root / "proc/self/status"
+        counts: list[tuple[int, str]] = []
+        reasons = []
+        for path, parse in ((online_path, parse_cpu_list), (status_path, parse_status_cpus)):
+            text, reason = _text(path)
+            cpus = parse(text) if text is not None else None
+            if cpus:
+                counts.append((len(cpus), str(path)))
+            else:
+                reasons.append(reason or f"{path} has no list of CPUs")
+        if not counts:
+            return {"cpu_count": unknown("; ".join(reasons), "cpu lists")}
+        for group in self.groups("cpu"):
+            text, _ = _text(group / "cpu.max")
+            quota = parse_cpu_max(text) if text else None
+            if text is None:
+                quota_text, _ = _text(group / "cpu.cfs_quota_us")
+                period_text, _ = _text(group / "cpu.cfs_period_us")
+                quota = parse_cpu_max(f"{quota_text or ''} {period_text or ''}")
+            if quota is not None:
+                counts.append((max(int(quota), 1), f"CPU quota of {group}"))
+        count, source = min(counts)
+        return {"cpu_count": known(count, source)}
+
+    def memory(self) -> dict[str, Fact]:
+        """RAM in bytes, total and available, both within the control groups' limits."""
+        path = self.root / "proc/meminfo"
+        text, reason = _text(path)
+        values = parse_meminfo(text or "")
+        facts = {}
+        for name, key in (
+            ("memory_total_bytes", "MemTotal"),
+            ("memory_available_bytes", "MemAvailable"),
+        ):
+            if key not in values:
+                facts[name] = unknown(reason or f"{path} has no {key}", str(path))
+                continue
+            choices = [(values[key], str(path))]
+            for group in self.groups("memory"):
+                limit, used = self._memory_group(group)
+                if limit is not None and limit < values.get("MemTotal", limit + 1):
+                    left = limit if key == "MemTotal" else max(limit - used, 0)
+                    choices.append((left, f"memory limit of {group}"))
+            facts[name] = known(*min(choices))
+        return facts
+
+    def _memory_group(self, group: Path) -> tuple[int | None, int]:
+        """Limit and use of a group in bytes; cached files that can be dropped are not used."""
+        for limit_name, used_name, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            text, _ = _text(group / limit_name)
+            if text is None:
+                continue
+            used, _ = _text(group / used_name)
+            statistics, _ = _text(group / "memory.stat")
+            dropped = parse_statistics(statistics or "").get(cache, 0)
+            return parse_limit(text), max((parse_limit(used or "") or 0) - dropped, 0)
+        return None, 0
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Every fact by name, each as ``value``, ``unknown`` and ``source``."""
+        found: dict[str, Fact] = {}
+        for probe in (
+            self.pci,
+            self.smi,
+            self.driver,
+            self.packages,
+            self.kernel,
+            self.os_release,
+            self.cpus,
+            self.memory,
+        ):
+            found |= probe()
+        return {name: asdict(fact) for name, fact in sorted(found.items())}

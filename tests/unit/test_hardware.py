@@ -1,0 +1,698 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts from texts in the real tools' formats, and from whole recorded states of boxes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible.module_utils.testing import patch_module_args
+from gpubox import hardware
+from gpubox.hardware import (
+    Box,
+    Output,
+    library_versions,
+    normalize_address,
+    nvidia_gpus,
+    nvswitches,
+    parse_cpu_list,
+    parse_cpu_max,
+    parse_driver,
+    parse_limit,
+    parse_lspci,
+    parse_meminfo,
+    parse_os_release,
+    parse_packages,
+    parse_smi,
+    parse_statistics,
+    parse_status_cpus,
+    read_pci_files,
+    run_command,
+    strip_ansi,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1024**3
+
+# --- lspci -Dnn -----------------------------------------------------------------------------------
+
+SERVER_NAME = "NVIDIA Corporation GB202GL [RTX PRO 6000 Blackwell Server Edition]"
+EIGHT = ["16", "27", "38", "5a", "98", "ac", "c8", "d8"]
+BOARD = """\
+0000:00:00.0 Host bridge [0600]: Intel Corporation Ice Lake Memory Map/VT-d [8086:09a2] (rev 20)
+0000:02:00.0 PCI bridge [0604]: ASPEED Technology, Inc. AST1150 PCI-to-PCI Bridge [1a03:1150] (rev 06)
+0000:03:00.0 VGA compatible controller [0300]: ASPEED Technology, Inc. ASPEED Graphics Family [1a03:2000] (rev 52)
+0000:15:01.0 PCI bridge [0604]: Intel Corporation Device [8086:352a] (rev 04)
+"""  # noqa: E501 - as lspci prints it
+
+
+def cards(addresses: Sequence[str], domain: str = "0000", revision: str = "a1") -> str:
+    return "".join(
+        f"{domain}:{bus}:00.0 3D controller [0302]: {SERVER_NAME} [10de:2bb5] (rev {revision})\n"
+        for bus in addresses
+    )
+
+
+def gpu_addresses(text: str) -> list[str]:
+    return [device.address for device in nvidia_gpus(parse_lspci(text))]
+
+
+def test_reference_box_has_eight_cards_and_no_bmc() -> None:
+    found = nvidia_gpus(parse_lspci(BOARD + cards(EIGHT)))
+    assert [device.address for device in found] == [f"0000:{bus}:00.0" for bus in EIGHT]
+    assert found[0].to_dict() == {
+        "address": "0000:16:00.0",
+        "class": "0302",
+        "device_id": "10de:2bb5",
+        "name": SERVER_NAME,
+        "revision": "a1",
+    }
+
+
+def test_order_of_lines_does_not_matter() -> None:
+    assert gpu_addresses(cards(EIGHT[::-1]) + BOARD) == gpu_addresses(BOARD + cards(EIGHT))
+
+
+def test_workstation_card_with_its_audio_function() -> None:
+    text = """\
+0000:01:00.0 VGA compatible controller [0300]: NVIDIA Corporation GB202GL [RTX PRO 6000 Blackwell Workstation Edition] [10de:2bb1] (rev a1)
+0000:01:00.1 Audio device [0403]: NVIDIA Corporation GB202 High Definition Audio Controller [10de:22e8] (rev a1)
+"""  # noqa: E501 - as lspci prints it
+    assert gpu_addresses(BOARD + text) == ["0000:01:00.0"]
+
+
+def test_card_without_name_in_the_data_base() -> None:
+    (found,) = parse_lspci(
+        "0000:16:00.0 3D controller [0302]: NVIDIA Corporation Device [10de:2bb5] (rev a1)\n"
+    )
+    assert (found.name, found.device_id) == ("NVIDIA Corporation Device", "2bb5")
+
+
+def test_card_off_the_bus_is_there_with_revision_ff() -> None:
+    text = cards(EIGHT[:5]) + cards([EIGHT[5]], revision="ff") + cards(EIGHT[6:])
+    found = nvidia_gpus(parse_lspci(text))
+    assert [device.address for device in found if device.revision == "ff"] == ["0000:ac:00.0"]
+    assert len(found) == 8
+
+
+def test_domains_are_kept() -> None:
+    text = cards(["16"]) + cards(["16"], "0001") + cards(["01"], "10000")
+    assert gpu_addresses(text) == ["0000:16:00.0", "0001:16:00.0", "10000:01:00.0"]
+
+
+def test_nvlink_box_has_switches() -> None:
+    text = """\
+0000:05:00.0 Bridge [0680]: NVIDIA Corporation GH100 [H100 NVSwitch] [10de:22a3] (rev a1)
+0000:18:00.0 3D controller [0302]: NVIDIA Corporation GH100 [H200 SXM 141GB] [10de:2335] (rev a1)
+"""
+    devices = parse_lspci(text)
+    assert [device.address for device in nvswitches(devices)] == ["0000:05:00.0"]
+    assert [device.address for device in nvidia_gpus(devices)] == ["0000:18:00.0"]
+    assert nvswitches(parse_lspci(BOARD + cards(EIGHT))) == []
+
+
+def test_colour_codes_are_no_part_of_a_line() -> None:
+    line = cards(["16"])
+    assert gpu_addresses(f"\x1b[4m\x1b[1;31m{line.strip()}\x1b[0m\n") == ["0000:16:00.0"]
+    assert strip_ansi("\x1b[4mGPU0\x1b[0m\x1b(B") == "GPU0"
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("00000000:16:00.0", "0000:16:00.0"),
+        ("00000001:C8:00.0", "0001:c8:00.0"),
+        ("00010000:01:00.0", "10000:01:00.0"),
+        ("0000:AC:00.0", "0000:ac:00.0"),
+        ("16:00.0", "0000:16:00.0"),
+        (" 0000:16:1f.7 ", "0000:16:1f.7"),
+        ("0000:16:00.8", None),
+        ("0000:16:00", None),
+        ("", None),
+        ("GPU-16:00.0", None),
+    ],
+)
+def test_addresses(text: str, address: str | None) -> None:
+    assert normalize_address(text) == address
+
+
+def pci_files(root: Path, *devices: tuple[str, str, str, str]) -> Path:
+    """Devices as the kernel shows them in /sys."""
+    directory = root / "sys/bus/pci/devices"
+    directory.mkdir(parents=True, exist_ok=True)
+    for address, vendor, device, kind in devices:
+        entry = directory / address
+        entry.mkdir()
+        for name, value in (("vendor", vendor), ("device", device), ("class", kind)):
+            (entry / name).write_text(f"0x{value}\n")
+        (entry / "revision").write_text("0xa1\n")
+    return directory
+
+
+def test_files_of_the_kernel_tell_the_same(tmp_path: Path) -> None:
+    directory = pci_files(
+        tmp_path,
+        ("0001:16:00.0", "10de", "2bb5", "030200"),
+        ("0000:16:00.0", "10de", "2bb5", "030200"),
+        ("0000:01:00.1", "10de", "22e8", "040300"),
+        ("0000:03:00.0", "1a03", "2000", "030000"),
+    )
+    (directory / "0000:aa:00.0").mkdir()  # vanished while it was read
+    (directory / "rubbish").mkdir()
+    found = nvidia_gpus(read_pci_files(directory))
+    assert [device.to_dict() for device in found] == [
+        {
+            "address": address,
+            "class": "0302",
+            "device_id": "10de:2bb5",
+            "name": None,
+            "revision": "a1",
+        }
+        for address in ("0000:16:00.0", "0001:16:00.0")
+    ]
+
+
+# --- nvidia-smi -----------------------------------------------------------------------------------
+
+SMI_HEADER = "index, pci.bus_id, name, uuid, memory.total [MiB], compute_cap, driver_version\n"
+CARD = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+
+
+def smi(addresses: Sequence[str], domain: str = "00000000", memory: str = "97887 MiB") -> str:
+    return SMI_HEADER + "".join(
+        f"{index}, {domain}:{bus.upper()}:00.0, {CARD}, "
+        f"GPU-00000000-0000-0000-0000-0000000000{bus}, {memory}, 12.0, 590.48.01\n"
+        for index, bus in enumerate(addresses)
+    )
+
+
+def test_smi_of_the_reference_box() -> None:
+    found, messages = parse_smi(smi(EIGHT))
+    assert found is not None
+    assert [card.address for card in found] == [f"0000:{bus}:00.0" for bus in EIGHT]
+    assert {card.memory_total_mib for card in found} == {97887}
+    assert (found[7].index, found[7].name) == (7, CARD)
+    assert (found[0].compute_capability, found[0].driver_version) == ("12.0", "590.48.01")
+    assert messages == []
+
+
+def test_smi_matches_lspci_in_two_domains() -> None:
+    text = smi(["16"]) + smi(["16"], "00000001").removeprefix(SMI_HEADER)
+    found, _ = parse_smi(text)
+    assert found is not None
+    assert [card.address for card in found] == gpu_addresses(cards(["16"], "0001") + cards(["16"]))
+
+
+def test_smi_order_does_not_matter() -> None:
+    found, _ = parse_smi(smi(EIGHT[::-1]))
+    assert found is not None
+    assert [card.address for card in found] == [f"0000:{bus}:00.0" for bus in EIGHT]
+    assert [card.index for card in found] == list(range(7, -1, -1))
+
+
+def test_values_that_are_none() -> None:
+    row = "0, 00000000:16:00.0, [Unknown Error], [N/A], [N/A], N/A, [GPU is lost]\n"
+    found, messages = parse_smi(SMI_HEADER + row)
+    assert found == [hardware.Gpu(0, "0000:16:00.0", None, None, None, None, None)]
+    assert messages == []
+
+
+def test_lost_card_between_the_rows() -> None:
+    lost = "Unable to determine the device handle for GPU5: 0000:AC:00.0: Unknown Error"
+    rows = smi(EIGHT).splitlines(keepends=True)
+    rows[6] = lost + "\n"
+    found, messages = parse_smi("".join(rows))
+    assert found is not None
+    assert len(found) == 7
+    assert messages == [lost]
+
+
+def test_only_words_say_that_there_are_no_cards() -> None:
+    assert parse_smi("No devices were found\n") == ([], ["No devices were found"])
+    assert parse_smi("") == (None, [])
+    assert parse_smi(SMI_HEADER) == (None, [])
+    failed = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    assert parse_smi(failed) == (None, [failed])
+
+
+def test_smi_with_colour_codes() -> None:
+    found, messages = parse_smi(smi(["16"]).replace("index", "\x1b[4mindex\x1b[0m"))
+    assert found is not None
+    assert len(found) == 1
+    assert messages == []
+
+
+# --- driver ---------------------------------------------------------------------------------------
+
+OPEN = """\
+NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  590.48.01  Release Build  (dvs-builder@U22-I3-AE18-23-3)  Mon Dec  8 12:30:02 UTC 2025
+GCC version:  gcc version 13.3.0 (Ubuntu 13.3.0-6ubuntu2~24.04)
+"""  # noqa: E501 - as the module prints it
+PROPRIETARY = """\
+NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07  Fri May 31 09:35:42 UTC 2024
+GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)
+"""
+
+
+def test_loaded_driver() -> None:
+    assert parse_driver(OPEN) == hardware.KernelDriver("590.48.01", "open")
+    assert parse_driver(PROPRIETARY) == hardware.KernelDriver("550.90.07", "proprietary")
+    assert parse_driver("NVRM version: something else\n") is None
+    assert parse_driver("GCC version:  gcc version 12.3.0 535.1.1\n") is None
+    two_parts = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  390.157  Wed Oct 12 09:19:07 UTC"
+    assert parse_driver(two_parts) == hardware.KernelDriver("390.157", "proprietary")
+
+
+UBUNTU = """\
+libnvidia-compute-580-server\t580.95.05-0ubuntu0.24.04.2\tinstalled
+libnvidia-compute-570-server\t570.133.20-0ubuntu0.24.04.1\tconfig-files
+linux-modules-nvidia-580-server-open-6.14.0-37-generic\t6.14.0-37.37~24.04.1\tinstalled
+nvidia-driver-580-server-open\t580.95.05-0ubuntu0.24.04.2\tinstalled
+nvidia-dkms-535\t\tnot-installed
+"""
+REPOSITORY = """\
+libnvidia-compute\t590.48.01-1ubuntu1\tinstalled
+nvidia-open\t590.48.01-1ubuntu1\tinstalled
+"""
+DEBIAN = "libnvidia-ml1:amd64\t1:550.163.01-2\tinstalled\n"
+
+
+def test_packages() -> None:
+    found = parse_packages(UBUNTU)
+    assert [package["package"] for package in found] == [
+        "libnvidia-compute-580-server",
+        "linux-modules-nvidia-580-server-open-6.14.0-37-generic",
+        "nvidia-driver-580-server-open",
+    ]
+    assert library_versions(found) == ["580.95.05"]
+    assert library_versions(parse_packages(REPOSITORY)) == ["590.48.01"]
+    assert library_versions(parse_packages(DEBIAN)) == ["550.163.01"]
+    assert library_versions(parse_packages(UBUNTU + REPOSITORY)) == ["580.95.05", "590.48.01"]
+    assert parse_packages("") == []
+
+
+# --- memory, CPUs, system -------------------------------------------------------------------------
+
+MEMINFO = """\
+MemTotal:       452984832 kB
+MemFree:         8123456 kB
+MemAvailable:   440401920 kB
+HugePages_Total:       0
+Hugepagesize:       2048 kB
+"""
+
+
+def test_meminfo_in_bytes() -> None:
+    found = parse_meminfo(MEMINFO)
+    assert found["MemTotal"] == 432 * GIB
+    assert found["MemAvailable"] == 420 * GIB
+    assert "HugePages_Total" not in found
+
+
+def test_limits() -> None:
+    assert parse_limit("max\n") is None
+    assert parse_limit("8589934592\n") == 8 * GIB
+    assert parse_cpu_max("max 100000\n") is None
+    assert parse_cpu_max("150000 100000\n") == 1.5
+    assert parse_cpu_max("-1 100000") is None
+    assert parse_cpu_max("100000 0") is None
+    assert parse_statistics("inactive_file 4096\nanon 12\nbad\n") == {
+        "inactive_file": 4096,
+        "anon": 12,
+    }
+
+
+def test_cpu_lists() -> None:
+    assert parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert parse_cpu_list("") is None
+    assert parse_cpu_list("all") is None
+    assert parse_status_cpus("Name:\tx\nCpus_allowed_list:\t0-1\n") == {0, 1}
+    assert parse_status_cpus("Name:\tx\n") is None
+
+
+NOBLE = """\
+PRETTY_NAME="Ubuntu 24.04.3 LTS"
+ID=ubuntu
+ID_LIKE=debian
+VERSION_ID="24.04"
+# a comment
+ODD='a b'
+ESCAPED="a \\"b\\" \\$c"
+lower=no
+"""
+
+
+def test_os_release() -> None:
+    assert parse_os_release(NOBLE) == {
+        "PRETTY_NAME": "Ubuntu 24.04.3 LTS",
+        "ID": "ubuntu",
+        "ID_LIKE": "debian",
+        "VERSION_ID": "24.04",
+        "ODD": "a b",
+        "ESCAPED": 'a "b" $c',
+    }
+
+
+PARSERS: list[Callable[[str], Any]] = [
+    strip_ansi,
+    normalize_address,
+    parse_lspci,
+    parse_smi,
+    parse_driver,
+    parse_packages,
+    parse_meminfo,
+    parse_os_release,
+    parse_cpu_list,
+    parse_status_cpus,
+    parse_limit,
+    parse_cpu_max,
+    parse_statistics,
+]
+REAL = [BOARD, cards(["16"]), smi(["16"]), OPEN, UBUNTU, MEMINFO, NOBLE, "0-3,8", "150000 100000"]
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> str:
+    """A real text with a piece replaced by anything."""
+    text = draw(st.sampled_from(REAL))
+    start = draw(st.integers(0, len(text)))
+    end = draw(st.integers(start, len(text)))
+    return text[:start] + draw(st.text(max_size=20)) + text[end:]
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.__name__)
+@given(text=st.one_of(st.text(), damaged()))
+def test_any_text_is_taken(parser: Callable[[str], Any], text: str) -> None:
+    parser(text)
+
+
+@given(st.one_of(st.text(), damaged()))
+def test_any_output_gives_facts(text: str) -> None:
+    box = Box(Path("/nonexistent"), lambda _: Output(text, text, 1))
+    for fact in box.facts().values():
+        assert set(fact) == {"value", "unknown", "source"}
+        assert (fact["unknown"] is None) == (fact["value"] is not None)
+    # no answer is never "none": an empty list needs words that say so
+    gpus = box.facts()["gpus"]["value"]
+    assert gpus != [] or "No devices were found" in strip_ansi(text)
+
+
+# --- whole boxes ----------------------------------------------------------------------------------
+
+NAMES = {
+    "architecture",
+    "cpu_count",
+    "driver_flavour",
+    "driver_gpus",
+    "driver_installed",
+    "driver_loaded",
+    "driver_packages",
+    "gpus",
+    "kernel_running",
+    "memory_available_bytes",
+    "memory_total_bytes",
+    "nvidia_devices",
+    "nvidia_smi_messages",
+    "nvswitch_devices",
+    "os_release",
+}
+
+
+class Recorded:
+    """A recorded state: files below a root and commands on a PATH of their own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.root = directory / "root"
+        self.bin = directory / "stand-ins"
+        self.bin.mkdir(parents=True)
+        self.file("etc/os-release", NOBLE)
+        self.file("proc/meminfo", MEMINFO)
+        self.file("proc/self/status", "Name:\tpython3\nCpus_allowed_list:\t0-63\n")
+        self.file("proc/self/cgroup", "0::/system.slice/ssh.service\n")
+        self.file("sys/devices/system/cpu/online", "0-63\n")
+        self.file("sys/fs/cgroup/system.slice/ssh.service/memory.max", "max\n")
+        self.command("uname", "case $1 in -r) echo 6.14.0-37-generic ;; -m) echo x86_64 ;; esac")
+
+    def file(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def command(self, name: str, script: str) -> None:
+        path = self.bin / name
+        path.write_text(f"#!/bin/sh\n# stand-in for {name}\n{script}\n")
+        path.chmod(0o755)
+
+    def prints(self, name: str, text: str, code: int = 0) -> None:
+        self.command(name, f"{shutil.which('cat')} <<'END'\n{text}END\nexit {code}")
+
+    def driver(self, addresses: Sequence[str]) -> None:
+        self.file("proc/driver/nvidia/version", OPEN)
+        for bus in addresses:
+            self.file(f"proc/driver/nvidia/gpus/0000:{bus}:00.0/information", "Model: x\n")
+        self.prints("dpkg-query", REPOSITORY, 1)  # 1: some patterns have no package
+
+    def facts(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        monkeypatch.setenv("PATH", str(self.bin))
+        facts = Box(self.root).facts()
+        assert set(facts) == NAMES
+        return facts
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path)
+
+
+def reference(recorded: Recorded, addresses: Sequence[str]) -> None:
+    recorded.driver(addresses)
+    recorded.prints("lspci", BOARD + cards(addresses))
+    recorded.prints("nvidia-smi", smi(addresses))
+
+
+@pytest.mark.parametrize("addresses", [EIGHT, EIGHT[:2]])
+def test_reference_box(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, addresses: list[str]
+) -> None:
+    reference(recorded, addresses)
+    facts = recorded.facts(monkeypatch)
+    full = [f"0000:{bus}:00.0" for bus in addresses]
+    assert [device["address"] for device in facts["nvidia_devices"]["value"]] == full
+    assert [card["address"] for card in facts["gpus"]["value"]] == full
+    assert facts["driver_gpus"]["value"] == full
+    assert facts["nvidia_smi_messages"]["value"] == []
+    assert facts["nvswitch_devices"]["value"] == []
+    values = {name: fact["value"] for name, fact in facts.items()}
+    assert values["driver_loaded"] == values["driver_installed"] == "590.48.01"
+    assert values["driver_flavour"] == "open"
+    assert values["kernel_running"] == "6.14.0-37-generic"
+    assert values["architecture"] == "x86_64"
+    assert values["cpu_count"] == 64
+    assert values["memory_total_bytes"] == 432 * GIB
+    assert values["memory_available_bytes"] == 420 * GIB
+    assert values["os_release"]["ID"] == "ubuntu"
+    assert all(fact["unknown"] is None for fact in facts.values())
+
+
+def test_driver_mismatch(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference(recorded, EIGHT)
+    recorded.file("proc/driver/nvidia/version", OPEN.replace("590.48.01", "590.44.01"))
+    recorded.command(
+        "nvidia-smi",
+        "echo 'Failed to initialize NVML: Driver/library version mismatch'\n"
+        "echo 'NVML library version: 590.48'\nexit 18",
+    )
+    facts = recorded.facts(monkeypatch)
+    assert facts["driver_loaded"]["value"] == "590.44.01"
+    assert facts["driver_installed"]["value"] == "590.48.01"
+    assert facts["gpus"]["value"] is None
+    assert "version mismatch" in facts["gpus"]["unknown"]
+    assert "exit status 18" in facts["gpus"]["unknown"]
+
+
+def test_card_off_the_bus(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference(recorded, EIGHT)
+    recorded.prints("lspci", cards(EIGHT[:7]) + cards(EIGHT[7:], revision="ff"))
+    lost = "Unable to determine the device handle for GPU7: 0000:D8:00.0: Unknown Error"
+    recorded.prints("nvidia-smi", smi(EIGHT[:7]) + lost + "\n", 0)
+    facts = recorded.facts(monkeypatch)
+    assert len(facts["nvidia_devices"]["value"]) == 8
+    assert facts["nvidia_devices"]["value"][7]["revision"] == "ff"
+    assert len(facts["gpus"]["value"]) == 7
+    assert facts["nvidia_smi_messages"]["value"] == [lost]
+
+
+def test_cards_without_driver(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded.prints("lspci", BOARD + cards(EIGHT))
+    recorded.command("dpkg-query", "echo 'dpkg-query: no packages found matching x' >&2; exit 1")
+    facts = recorded.facts(monkeypatch)
+    assert len(facts["nvidia_devices"]["value"]) == 8
+    assert facts["gpus"]["unknown"] == "nvidia-smi is not installed"
+    assert "not loaded" in facts["driver_loaded"]["unknown"]
+    assert facts["driver_installed"]["unknown"] == "no driver library is installed as a package"
+    assert facts["driver_packages"]["value"] == []
+
+
+def test_container_without_tools(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    pci_files(recorded.root, ("0000:16:00.0", "10de", "2bb5", "030200"))
+    facts = recorded.facts(monkeypatch)
+    assert facts["nvidia_devices"]["value"][0]["device_id"] == "10de:2bb5"
+    assert facts["nvidia_devices"]["source"].endswith("sys/bus/pci/devices")
+    assert facts["driver_packages"]["unknown"] == "dpkg-query is not installed"
+
+
+def test_nothing_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    facts = Box(tmp_path / "none").facts()
+    assert set(facts) == NAMES
+    for name, fact in facts.items():
+        assert fact["value"] is None, name
+        assert fact["unknown"], name
+
+
+def test_bus_without_devices_is_none_and_no_bus_is_unknown(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded.command("lspci", "echo 'pcilib: Cannot open /proc/bus/pci' >&2; exit 1")
+    facts = recorded.facts(monkeypatch)
+    assert facts["nvidia_devices"]["value"] is None
+    assert "Cannot open /proc/bus/pci (exit status 1)" in facts["nvidia_devices"]["unknown"]
+    pci_files(recorded.root)
+    assert recorded.facts(monkeypatch)["nvidia_devices"]["value"] == []
+
+
+def test_limits_of_cgroup_v2(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = "sys/fs/cgroup/system.slice"
+    recorded.file(f"{slices}/memory.max", f"{64 * GIB}\n")
+    recorded.file(f"{slices}/memory.current", f"{20 * GIB}\n")
+    recorded.file(f"{slices}/memory.stat", f"anon 1\ninactive_file {4 * GIB}\n")
+    recorded.file(f"{slices}/cpu.max", "850000 100000\n")
+    facts = recorded.facts(monkeypatch)
+    assert facts["memory_total_bytes"]["value"] == 64 * GIB
+    assert facts["memory_available_bytes"]["value"] == 48 * GIB
+    assert facts["cpu_count"]["value"] == 8
+    assert facts["cpu_count"]["source"].endswith("system.slice")
+    recorded.file("proc/self/status", "Cpus_allowed_list:\t0,2\n")
+    assert recorded.facts(monkeypatch)["cpu_count"]["value"] == 2
+
+
+def test_limit_of_a_container_with_the_path_of_the_host(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded.file("proc/self/cgroup", "0::/machine.slice/libpod-1.scope/container\n")
+    recorded.file("sys/fs/cgroup/memory.max", f"{8 * GIB}\n")
+    recorded.file("sys/fs/cgroup/memory.current", f"{9 * GIB}\n")
+    facts = recorded.facts(monkeypatch)
+    assert facts["memory_total_bytes"]["value"] == 8 * GIB
+    assert facts["memory_available_bytes"]["value"] == 0
+
+
+def test_limits_of_cgroup_v1(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded.file("proc/self/cgroup", "4:memory:/box\n3:cpu,cpuacct:/box\n1:name=systemd:/x\n")
+    group = "sys/fs/cgroup/memory/box"
+    recorded.file(f"{group}/memory.limit_in_bytes", f"{16 * GIB}\n")
+    recorded.file(f"{group}/memory.usage_in_bytes", f"{6 * GIB}\n")
+    recorded.file(f"{group}/memory.stat", f"total_inactive_file {GIB}\n")
+    recorded.file("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    recorded.file("sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us", "400000\n")
+    recorded.file("sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us", "100000\n")
+    facts = recorded.facts(monkeypatch)
+    assert facts["memory_total_bytes"]["value"] == 16 * GIB
+    assert facts["memory_available_bytes"]["value"] == 11 * GIB
+    assert facts["cpu_count"]["value"] == 4
+    recorded.file("sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us", "-1\n")
+    recorded.file(f"{group}/memory.limit_in_bytes", "9223372036854771712\n")
+    facts = recorded.facts(monkeypatch)
+    assert facts["cpu_count"]["value"] == 64
+    assert facts["memory_total_bytes"]["value"] == 432 * GIB
+
+
+def test_tool_that_hangs(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "COMMAND_SECONDS", 0.2)
+    recorded.command("nvidia-smi", f"exec {shutil.which('sleep')} 20")
+    begin = time.monotonic()
+    facts = recorded.facts(monkeypatch)
+    assert time.monotonic() - begin < 5
+    assert "did not answer within" in facts["gpus"]["unknown"]
+
+
+def test_tool_that_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lspci").write_bytes(b"\x7fELF rubbish")
+    (tmp_path / "lspci").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "cannot be run" in str(run_command(["lspci"]).fault)
+
+
+def test_locale_does_not_change_the_words(recorded: Recorded) -> None:
+    recorded.command("tool", 'echo "$LC_ALL"')
+    assert run_command([str(recorded.bin / "tool")]).stdout == "C\n"
+
+
+# --- the module -----------------------------------------------------------------------------------
+
+
+def test_module(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference(recorded, EIGHT)
+    path = ROOT / "plugins/modules/hardware_facts.py"
+    spec = importlib.util.spec_from_file_location("hardware_facts_under_test", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("PATH", str(recorded.bin))
+    results = []
+    for check in (False, True):
+        arguments = {"root": str(recorded.root), "_ansible_check_mode": check}
+        with patch_module_args(arguments), pytest.raises(SystemExit):
+            module.main()
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] == results[1]
+    assert not results[0]["changed"]
+    assert len(results[0]["hardware"]["gpus"]["value"]) == 8
+
+
+def test_facts_of_this_machine_take_less_than_a_second() -> None:
+    times = []
+    for _ in range(3):
+        begin = time.monotonic()
+        facts = Box(Path("/")).facts()
+        times.append(time.monotonic() - begin)
+    assert min(times) < 1
+    assert 0 < facts["cpu_count"]["value"] <= len(os.sched_getaffinity(0))
+    assert facts["kernel_running"]["value"] == os.uname().release
+    assert 0 < facts["memory_available_bytes"]["value"] <= facts["memory_total_bytes"]["value"]
+
+
+def test_module_through_ansible(recorded: Recorded) -> None:
+    reference(recorded, EIGHT[:2])
+    environment = {
+        **os.environ,
+        "PATH": f"{recorded.bin}:{os.environ['PATH']}",
+        "ANSIBLE_LIBRARY": str(ROOT / "plugins/modules"),
+        "ANSIBLE_MODULE_UTILS": str(ROOT / "plugins/module_utils"),
+        "ANSIBLE_LOCALHOST_WARNING": "false",
+    }
+    command = [str(Path(sys.executable).with_name("ansible")), "localhost", "-c", "local"]
+    command += ["-i", "localhost,", "-m", "hardware_facts", "-o", "--check", "--diff"]
+    command += ["-e", f"ansible_python_interpreter={sys.executable}"]
+    command += ["-a", json.dumps({"root": str(recorded.root)})]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    hardware_facts = json.loads(done.stdout.partition("=> ")[2])["hardware"]
+    assert [card["address"] for card in hardware_facts["gpus"]["value"]] == [
+        "0000:16:00.0",
+        "0000:27:00.0",
+    ]
+    assert hardware_facts["kernel_running"]["value"] == "6.14.0-37-generic"
