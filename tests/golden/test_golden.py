@@ -7,8 +7,8 @@ Runs where the provisioned environment is, with any pytest; not part of `pytest 
     GOLDEN_MODEL=/srv/models/glm5/merged.gguf \
     GOLDEN_SHARDS=/srv/models/glm5/model-00001-of-00003.gguf pytest tests/golden
 
-Optional: GOLDEN_PATCHES (folder of the series, by default this repository's), GOLDEN_TOLERANCE, and for
-a running server GOLDEN_SERVER (base URL) and GOLDEN_NAME (model name, by default glm-5).
+Optional: GOLDEN_PATCHES (folder of the series, by default this repository's), GOLDEN_TOLERANCE, and
+for a running server GOLDEN_SERVER (base URL) and GOLDEN_NAME (model name, by default glm-5).
 """
 
 from __future__ import annotations
