@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gpubox.errors import GpuboxError
@@ -18,6 +19,7 @@ from .image import MADE_LABEL
 SPEC_LABEL = "gpubox.spec"
 CACHE_VOLUME = "gpubox-cache"
 BOX_PORT = 18000  # see system_image/gpubox-demo-port.socket
+LEFTOVERS = Path(__file__).resolve().parent / "leftovers.py"
 BOOT_LIMIT = 90.0  # seconds until systemd must have finished booting
 
 
@@ -168,34 +170,9 @@ def ensure(podman: Podman, wanted: Spec, console: Console) -> str:
     return action
 
 
-# Runs in the box. `podman exec` gives each command a session of its own, and a command goes on when
-# the client on the host is killed: an interrupted run may have left a module, with its uv, at work.
-_SWEEP = """
-import os, pathlib, signal
-mine = os.getsid(0)
-sessions = set()
-for process in pathlib.Path("/proc").glob("[0-9]*"):
-    try:
-        if b"AnsiballZ_" in (process / "cmdline").read_bytes():
-            sessions.add(os.getsid(int(process.name)))
-    except (OSError, ProcessLookupError):
-        pass
-sessions -= {mine, 0, 1}
-count = 0
-for process in pathlib.Path("/proc").glob("[0-9]*"):
-    try:
-        if os.getsid(int(process.name)) in sessions:
-            os.kill(int(process.name), signal.SIGKILL)
-            count += 1
-    except (OSError, ProcessLookupError):
-        pass
-print(count)
-"""
-
-
 def end_leftovers(podman: Podman, name: str) -> int:
     """End Ansible modules that an interrupted run left in the box; how many processes they were."""
-    outcome = podman.inside(name, "python3", "-c", _SWEEP)
+    outcome = podman.inside(name, "python3", "-c", LEFTOVERS.read_text(encoding="utf-8"))
     return int(outcome.output.strip() or 0) if outcome.code == 0 else 0
 
 

@@ -98,7 +98,7 @@ def start(name: str) -> Run:
     log = LOGS / f"molecule-{name}.log"
     stream = log.open("w", encoding="utf-8")
     process = subprocess.Popen(
-        ["molecule", "test", "--scenario-name", name],
+        ["molecule", "test", "--no-command-borders", "--scenario-name", name],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=stream,

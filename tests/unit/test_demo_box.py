@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gpubox.errors import GpuboxError
 
-from demo import box, settings
+from demo import box, leftovers, settings
 from demo.box import Spec
 from demo.console import Console
 from demo.engine import Podman
@@ -126,3 +126,25 @@ def test_variables_do_not_cost_the_box_but_mounts_and_port_do(tmp_path: Path) ->
     assert one.digest() == replace(one, variables=()).digest()
     assert one.digest() != replace(one, port=18001).digest()
     assert one.digest() != replace(one, mounts=one.mounts[:1]).digest()
+
+
+def test_what_an_interrupted_playbook_left_is_told_from_the_rest() -> None:
+    pipelined = b"/bin/sh\0-c\0echo BECOME-SUCCESS-abc ; /usr/bin/python3\0"
+    processes = [
+        (1, 1, b"/lib/systemd/systemd\0"),
+        (40, 40, b"/opt/gpubox/current/venv/bin/vllm\0serve\0"),
+        (50, 50, b"sudo\0-u\0root\0" + pipelined),
+        (51, 50, b"/usr/bin/python3\0"),
+        (52, 50, b"/opt/gpubox/tools/uv\0pip\0install\0"),
+        (60, 60, b"/usr/bin/python3\0/root/.ansible/tmp/AnsiballZ_apt.py\0"),
+        (70, 70, b"python3\0-c\0MARKS = (b'AnsiballZ_', b'BECOME-SUCCESS-')\0"),
+        (80, 1, b"AnsiballZ_async\0"),
+    ]
+    assert leftovers.left_over(processes, own_session=70) == [50, 51, 52, 60]
+
+
+def test_ended_leftovers_are_counted(podman: StandIn) -> None:
+    podman.answer({"exec gpubox-demo python3 -c": (0, "4\n", "")})
+    assert box.end_leftovers(Podman({}), "gpubox-demo") == 4
+    podman.answer({"exec gpubox-demo python3 -c": (1, "", "no python3")})
+    assert box.end_leftovers(Podman({}), "gpubox-demo") == 0
