@@ -57,25 +57,25 @@ def down(chosen: settings.Settings, console: Console, *, keep_cache: bool) -> No
     """Remove what ``up`` made."""
     with lock.alone(chosen.cache / "demo.lock", "another `make demo` or `make demo-down`"):
         podman = Podman.here(chosen.cache)
-        removed = []
+        removed: list[str] = []
+        kept: list[str] = []
         with console.step(f"removing {NAME}"):
             if box.remove(podman, NAME):
                 removed.append(f"container {NAME}")
             if not keep_cache:
-                removed += [f"image {name}" for name in image.remove(podman, settings.SUITES)]
-                if podman.run("volume", "rm", box.CACHE_VOLUME).code == 0:
-                    removed.append(f"volume {box.CACHE_VOLUME} (downloaded packages)")
+                gone, kept = image.remove(podman, settings.SUITES, chosen.cache)
+                removed += [f"image {name}" for name in gone]
+                if podman.run("volume", "exists", box.CACHE_VOLUME).code == 0:
+                    if podman.run("volume", "rm", box.CACHE_VOLUME).code == 0:
+                        removed.append(f"volume {box.CACHE_VOLUME} (downloaded packages)")
+                    else:
+                        kept.append(box.CACHE_VOLUME)
         for line in removed or ["nothing was there"]:
             console.say(f"    {line}")
     if not keep_cache:
         # the lock's own file included: nobody waits for it, a second run is refused
         shutil.rmtree(chosen.cache, ignore_errors=True)
         console.say(f"    directory {chosen.cache}")
-        kept = [
-            name
-            for name in (*map(image.system_image, settings.SUITES), box.CACHE_VOLUME)
-            if podman.run("inspect", name).code == 0
-        ]
         if kept:
             console.say(f"    left, because other containers use it: {', '.join(kept)}")
     console.say(

@@ -100,7 +100,7 @@ def _make_base(podman: Podman, suite: str, mirror: str, console: Console, refuse
     return own_base(suite)
 
 
-def _base(podman: Podman, suite: str, console: Console) -> str:
+def _base(podman: Podman, suite: str, cache: Path, console: Console) -> str:
     """A base image: the one that is there, the public one, or one made here."""
     for name in (public_base(suite), own_base(suite)):
         if labels(podman, name) is not None:
@@ -108,6 +108,7 @@ def _base(podman: Podman, suite: str, console: Console) -> str:
     with console.step(f"looking for {public_base(suite)}"):
         pulled = podman.run("pull", "--quiet", public_base(suite))
     if pulled.code == 0:
+        _pulled(cache, suite).touch()
         return public_base(suite)
     refused = pulled.tail(1)[-200:]
     mirror = os.environ.get("GPUBOX_DEBIAN_MIRROR") or debian_mirror(Path("/etc/apt"))
@@ -125,7 +126,7 @@ def ensure(podman: Podman, suite: str, cache: Path, console: Console) -> str:
     with lock.in_turn(cache / f"image-{suite}.lock"):
         found = labels(podman, name)
         if found is None or found.get(RECIPE_LABEL) != wanted:
-            base = _base(podman, suite, console)
+            base = _base(podman, suite, cache, console)
             with console.step(f"building the system image {name} on {base}"):
                 podman.must(
                     "build",
@@ -143,14 +144,20 @@ def ensure(podman: Podman, suite: str, cache: Path, console: Console) -> str:
         )
 
 
-def remove(podman: Podman, suites: tuple[str, ...]) -> list[str]:
-    """Remove the images made or pulled here that no container uses; their names."""
-    removed = []
+def remove(podman: Podman, suites: tuple[str, ...], cache: Path) -> tuple[list[str], list[str]]:
+    """Remove the images made or pulled here; the names of the removed and of those still in use."""
+    removed: list[str] = []
+    kept: list[str] = []
     for suite in suites:
-        for name in (system_image(suite), own_base(suite)):
+        for name in (system_image(suite), own_base(suite), public_base(suite)):
             found = labels(podman, name)
-            if found is None or found.get(MADE_LABEL) != "true":
+            pulled = name == public_base(suite) and _pulled(cache, suite).exists()
+            if found is None or not (pulled or found.get(MADE_LABEL) == "true"):
                 continue
-            if podman.run("rmi", name).code == 0:
-                removed.append(name)
-    return removed
+            (removed if podman.run("rmi", name).code == 0 else kept).append(name)
+    return removed, kept
+
+
+def _pulled(cache: Path, suite: str) -> Path:
+    """Exists when the public image was pulled here: what was there before is not ours to remove."""
+    return cache / f"pulled-{suite}"

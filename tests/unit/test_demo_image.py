@@ -49,6 +49,7 @@ def test_the_public_image_is_pulled_where_a_registry_answers(
         }
     )
     assert call(tmp_path) == "sha256:8"
+    assert (tmp_path / "pulled-bookworm").exists()
     build = next(one for one in podman.calls() if one[0] == "build")
     assert "BASE=docker.io/library/debian:bookworm-slim" in build
     assert f"gpubox.recipe={image.recipe()}" in build
@@ -138,3 +139,26 @@ def test_another_distribution_has_no_debian_mirror(tmp_path: Path) -> None:
     (tmp_path / "sources.list.d").mkdir()
     (tmp_path / "sources.list").write_text("deb http://one.example/ubuntu noble main\n")
     assert image.debian_mirror(tmp_path) == ""
+
+
+def test_only_what_was_made_or_pulled_here_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    podman = on_path(monkeypatch, tmp_path, "podman")["podman"]
+    ours = (0, json.dumps({"gpubox.demo": "true"}), "")
+    public = f"{INSPECT} docker.io/library/debian:bookworm-slim"
+    podman.answer(
+        {
+            INSPECT: ABSENT,
+            SYSTEM: ours,
+            f"{INSPECT} localhost/gpubox-base:bookworm": ours,
+            public: (0, "null", ""),
+            "rmi": (0, "", ""),
+            "rmi localhost/gpubox-system": (2, "", "image is in use by a container"),
+        }
+    )
+    system, base = "localhost/gpubox-system:bookworm", "localhost/gpubox-base:bookworm"
+    assert image.remove(Podman({}), ("bookworm", "trixie"), tmp_path) == ([base], [system])
+    (tmp_path / "pulled-bookworm").touch()
+    removed, _ = image.remove(Podman({}), ("bookworm",), tmp_path)
+    assert removed == [base, "docker.io/library/debian:bookworm-slim"]
