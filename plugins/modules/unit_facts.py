@@ -31,6 +31,7 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
+exists: {description: systemd knows the unit., type: bool, returned: always}
 active_state: {description: As systemd says., type: str, returned: always}
 main_pid: {description: 0 when there is none., type: int, returned: always}
 need_daemon_reload: {description: The unit file on disk is newer., type: bool, returned: always}
@@ -54,7 +55,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    command = ["systemctl", "show", "-p", "ActiveState,MainPID,NeedDaemonReload"]
+    command = ["systemctl", "show", "-p", "LoadState,ActiveState,MainPID,NeedDaemonReload"]
     code, output, error = module.run_command([*command, "--", module.params["unit"]])
     if code != 0:
         module.fail_json(
@@ -70,6 +71,7 @@ def main() -> None:
     pid = int(state.get("MainPID") or 0)
     module.exit_json(
         changed=False,
+        exists=state.get("LoadState") not in (None, "not-found"),
         active_state=state.get("ActiveState", "unknown"),
         main_pid=pid,
         need_daemon_reload=state.get("NeedDaemonReload") == "yes",

@@ -183,6 +183,8 @@ def main() -> None:
         "UV_LINK_MODE": "copy",
         "UV_NO_CONFIG": "1",
         "UV_NO_PROGRESS": "1",
+        # the service user may not write beside the modules: without this each start compiles them
+        "UV_COMPILE_BYTECODE": "1",
         "LC_ALL": "C.UTF-8",
     }
     try:

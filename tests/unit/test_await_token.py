@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import http.server
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 from gpubox import await_token
 from gpubox.errors import GpuboxError
 from gpubox.readiness import Endpoint, Question
@@ -75,6 +78,25 @@ def test_it_stops_at_once_when_the_server_has_ended(tmp_path: Path) -> None:
     with server(60) as endpoint, pytest.raises(GpuboxError, match="process 4711 has ended"):
         await_token.await_token(endpoint, QUESTION, 60, 4711, tmp_path)
     assert time.monotonic() - begin < 5
+
+
+def test_the_release_carries_every_file_it_needs(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    variables = yaml.safe_load((root / "roles" / "serving" / "vars" / "main.yml").read_text())
+    for name in variables["__serving_library_files"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((root / "plugins" / "module_utils" / name).read_text())
+    subprocess.run(
+        [
+            sys.executable,
+            "-I",
+            "-c",
+            "import sys, runpy; sys.path.insert(0, sys.argv[1]);"  # noqa: ISC004
+            "sys.argv = ['x', '--help']; runpy.run_module('gpubox.await_token', run_name='x')",
+            str(tmp_path),
+        ],
+        check=True,
+    )
 
 
 def test_the_command_line_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
