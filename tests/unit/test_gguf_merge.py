@@ -500,6 +500,22 @@ def test_a_right_file_without_a_usable_manifest_is_adopted(
     assert merge(good.paths[0], dest).action == "unchanged"
 
 
+def test_the_manifest_of_another_program_or_version_proves_nothing(
+    good: ShardSet, dest: Path
+) -> None:
+    merge(good.paths[0], dest)
+    document = json.loads(manifest_path(dest).read_text())
+    manifest_path(dest).write_text(json.dumps({**document, "format": "gpubox.gguf_merge/0"}))
+    assert merge(good.paths[0], dest).action == "adopted"
+    assert json.loads(manifest_path(dest).read_text()) == document
+
+
+def test_the_manifest_of_another_model_proves_nothing(good: ShardSet, dest: Path) -> None:
+    merge(good.paths[0], dest)
+    with pytest.raises(GpuboxError, match="3 faults"):
+        merge(good.folder / "Other-00001-of-00003.gguf", dest)
+
+
 def test_touched_shards_are_compared_and_nothing_is_rewritten(good: ShardSet, dest: Path) -> None:
     merge(good.paths[0], dest)
     before = dest.stat()
@@ -723,6 +739,12 @@ def test_sigkill_publishes_nothing_and_a_rerun_recovers(
         dest.name, manifest_path(dest).name,
     }  # fmt: skip
     assert snapshot(good.folder) == sources
+
+
+def test_nothing_of_a_longer_leftover_stays(good: ShardSet, dest: Path) -> None:
+    partial_path(dest).write_bytes(b"\xff" * (len(good.merged) + 100))
+    assert merge(good.paths[0], dest).action == "merged"
+    assert dest.read_bytes() == good.merged
 
 
 def test_an_unneeded_leftover_is_removed(good: ShardSet, dest: Path) -> None:

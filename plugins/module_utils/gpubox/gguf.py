@@ -11,7 +11,6 @@ import enum
 import os
 import stat
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -466,16 +465,23 @@ class _Parser:
         self._move(self._base + self._at + size)
 
     def _skip_strings(self, count: int) -> None:
-        """Skip ``count`` strings, each a length and its bytes."""
-        unpack: Callable[[bytes, int], tuple[int]] = _U64.unpack_from
+        """Skip ``count`` strings, each a length and its bytes.
+
+        A vocabulary has hundreds of thousands, hence the bare inner loop: it ends with the array
+        or, by an exception, where the next length is not in the buffer.
+        """
+        unpack = _U64.unpack_from
         while count:
             buffer, at = self._buffer, self._at
-            last = len(buffer) - _U64.size
-            while count and at <= last:
-                at += 8 + unpack(buffer, at)[0]
-                count -= 1
+            done = 0
+            try:
+                for done in range(count):  # noqa: B007
+                    at += 8 + unpack(buffer, at)[0]
+                count = 0
+            except (struct.error, OverflowError):
+                count -= done
             self._move(self._base + at)
-            if count and len(self._buffer) - self._at < _U64.size:
+            if count:
                 self._fill()
                 if len(self._buffer) < _U64.size:
                     raise self._truncated()
