@@ -440,7 +440,17 @@ def test_lost_pristine_copy_is_said(box: Box) -> None:
 
 def test_record_that_cannot_be_read(box: Box) -> None:
     box.run("main")
-    for text in ("{", "[]", '{"format": 2}', '{"format": 1, "files": {"../x": {}}}'):
+    good = (box.state / "record.json").read_text()
+    path = "demo_plugin/adapter.py"
+    for text in (
+        "{",
+        "[]",
+        good.replace('"format": 1', '"format": 2'),
+        good.replace(path, "../../etc/passwd"),
+        good.replace('demo_plugin/sub"', '/etc"'),
+        good.replace('"pristine"', '"unspoilt"'),
+    ):
+        assert text != good
         (box.state / "record.json").write_text(text)
         assert "record.json cannot be understood" in refused(box, "main")
 
@@ -609,6 +619,22 @@ def test_killed_twice_with_different_stacks(tmp_path: Path) -> None:
         in_child(box.run, 17)
         box.run("main")
         assert box.files() == PATCHED
+
+
+def test_compiled_copy_is_gone_after_a_killed_run_too(tmp_path: Path) -> None:
+    numbers = itertools.count()
+    stale = "demo_plugin/__pycache__/loader.cpython-313.pyc"
+
+    def make() -> Box:
+        box = Box(tmp_path / str(next(numbers)))
+        box.series("main", MAIN)
+        (box.site / stale).parent.mkdir()
+        (box.site / stale).write_bytes(b"compiled before the patch")
+        return box
+
+    for box in killed_everywhere(make, "main"):
+        box.run("main")
+        assert not (box.site / stale).exists()
 
 
 @pytest.mark.parametrize("nth", range(1, 12))

@@ -21,6 +21,7 @@ from __future__ import annotations
 import base64
 import csv
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -311,11 +312,19 @@ def compute(
 
 @dataclass(frozen=True)
 class Distribution:
-    """An installed distribution: its version and the hashes that its RECORD has."""
+    """An installed distribution: its version and its ``.dist-info``."""
 
     name: str
     version: str
-    hashes: Mapping[str, str]
+    directory: Path
+
+    @functools.cached_property
+    def hashes(self) -> Mapping[str, str]:
+        """sha256 of each file that RECORD names; empty when it cannot be read."""
+        with suppress(OSError, UnicodeDecodeError, csv.Error):
+            lines = (self.directory / "RECORD").read_text(encoding="utf-8").splitlines()
+            return {row[0]: _record_hash(row[1]) for row in csv.reader(lines) if len(row) >= 2}
+        return {}
 
 
 def find_distribution(site_packages: Path, name: str) -> Distribution | None:
@@ -338,11 +347,7 @@ def find_distribution(site_packages: Path, name: str) -> Distribution | None:
     if not found:
         return None
     directory, version = found[0]
-    hashes: dict[str, str] = {}
-    with suppress(OSError, UnicodeDecodeError, csv.Error):
-        lines = (directory / "RECORD").read_text(encoding="utf-8").splitlines()
-        hashes = {row[0]: _record_hash(row[1]) for row in csv.reader(lines) if len(row) >= 2}
-    return Distribution(name, version, hashes)
+    return Distribution(name, version, directory)
 
 
 def _record_hash(text: str) -> str:
