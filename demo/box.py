@@ -21,6 +21,9 @@ CACHE_VOLUME = "gpubox-cache"
 BOX_PORT = 18000  # see system_image/gpubox-demo-port.socket
 LEFTOVERS = Path(__file__).resolve().parent / "leftovers.py"
 BOOT_LIMIT = 90.0  # seconds until systemd must have finished booting
+# What root of a real machine can do and the box's units and checks need: mount namespaces for
+# PrivateTmp= and its like, and to see which process of another user holds a socket.
+CAPABILITIES = ("SYS_ADMIN", "SYS_PTRACE")
 
 
 @dataclass(frozen=True)
@@ -33,30 +36,36 @@ class Spec:
     port: int | None  # on the host's loopback
     variables: tuple[tuple[str, str], ...]
 
+    def _decisive(self) -> list[str]:
+        published = [f"--publish=127.0.0.1:{self.port}:{BOX_PORT}"] if self.port else []
+        return [
+            f"--name={self.name}",
+            f"--hostname={self.name}",
+            f"--label={MADE_LABEL}=true",
+            "--systemd=always",
+            *(f"--cap-add={name}" for name in CAPABILITIES),
+            "--security-opt=label=disable",  # mounts keep the host's SELinux labels
+            "--shm-size=1g",  # ranks of one server talk through shared memory
+            "--stop-timeout=30",
+            *published,
+            *(f"--volume={mount}" for mount in self.mounts),
+        ]
+
     def digest(self) -> str:
         """Changes when the container must be made anew.
 
         The variables are left out: they are defaults for commands in the box, and a run from a
         shell with another mirror must not cost the box.
         """
-        parts = {"image": self.image, "mounts": "\n".join(self.mounts), "port": str(self.port)}
-        return settings.fingerprint({name: value.encode() for name, value in parts.items()})
+        return settings.fingerprint(
+            {"arguments": "\0".join([*self._decisive(), self.image]).encode()}
+        )
 
     def arguments(self) -> list[str]:
         """Arguments of ``podman create``."""
-        published = [f"--publish=127.0.0.1:{self.port}:{BOX_PORT}"] if self.port else []
         return [
-            f"--name={self.name}",
-            f"--hostname={self.name}",
-            f"--label={MADE_LABEL}=true",
+            *self._decisive(),
             f"--label={SPEC_LABEL}={self.digest()}",
-            "--systemd=always",
-            "--cap-add=SYS_ADMIN",  # units with DynamicUser= or PrivateTmp= need mount namespaces
-            "--security-opt=label=disable",  # mounts keep the host's SELinux labels
-            "--shm-size=1g",  # ranks of one server talk through shared memory
-            "--stop-timeout=30",
-            *published,
-            *(f"--volume={mount}" for mount in self.mounts),
             *(f"--env={name}={value}" for name, value in self.variables),
             self.image,
         ]
