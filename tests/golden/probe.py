@@ -121,6 +121,7 @@ def _engine(job: dict[str, Any]) -> dict[str, Any]:
 
     path = Path(job["model"])
     drafts = Path(job["result"]).with_suffix(".drafts")
+    drafts.unlink(missing_ok=True)
     arguments: dict[str, Any] = {
         "model": str(path),
         "dtype": "float32",
