@@ -204,7 +204,8 @@ def port_listeners(
         host: only listeners that would take a connection to this host; None for all.
 
     Returns:
-        Process id 0 stands for a process whose files may not be read (not root).
+        Process id 0 stands for a process whose open files may not be read: that takes root, and
+        CAP_SYS_PTRACE for the processes of other users (containers lack it by default).
     """
     foreign: list[tuple[int, str]] = []
     listeners = [one for one in read_listeners(root, port) if _reaches(one.address, host)]
@@ -217,7 +218,9 @@ def port_listeners(
         if not ours and not pids:
             # closed since it was listed, or held by a process of another user
             if any(one.inode == inode for one in read_listeners(root, port)):
-                foreign.append((0, "a process whose open files cannot be read; run as root"))
+                foreign.append(
+                    (0, "a process whose open files cannot be read without CAP_SYS_PTRACE")
+                )
         elif not ours:
             foreign += [(pid, command_of(root, pid)) for pid in pids]
     return sorted(set(foreign))
