@@ -601,6 +601,41 @@ def test_a_kernel_copy_that_moves_nothing_falls_back(
     assert dest.read_bytes() == good.merged
 
 
+def test_a_copy_that_lies_about_its_end_is_not_published(
+    tmp_path: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = shard_set(tmp_path / "shards", tensors=TENSORS[:6])  # no padding behind the last one
+    copy, total = gguf_merge.COPY_METHODS[2], len(shards.merged)
+
+    def lie(source: int, target: int, offset: int, position: int, length: int) -> int:
+        if position + length == total:
+            return length
+        return copy(source, target, offset, position, length)
+
+    monkeypatch.setattr(gguf_merge, "COPY_METHODS", (lie,))
+    assert "not what was to be written" in refusal(shards.paths[0], dest)
+
+
+def test_the_content_is_on_the_disk_before_the_name(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, order = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        target = Path(f"/proc/self/fd/{descriptor}").readlink()
+        order.append((target.name, dest.exists(), manifest_path(dest).exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(gguf_merge.os, "fsync", fsync)
+    merge(good.paths[0], dest)
+    assert order == [
+        (partial_path(dest).name, False, False),
+        (dest.parent.name, True, False),
+        (f".{manifest_path(dest).name}.gpubox-partial", True, False),
+        (dest.parent.name, True, True),
+    ]
+
+
 def test_shards_on_another_file_system(tmp_path: Path, dest: Path) -> None:
     memory = Path("/dev/shm")  # noqa: S108
     if not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev:
