@@ -90,6 +90,8 @@ def test_workstation_card_with_its_audio_function() -> None:
 0000:01:00.1 Audio device [0403]: NVIDIA Corporation GB202 High Definition Audio Controller [10de:22e8] (rev a1)
 """  # noqa: E501 - as lspci prints it
     assert gpu_addresses(BOARD + text) == ["0000:01:00.0"]
+    virtual = cards(["16"]) + cards(["16"]).replace(":00.0", ":00.4")  # a virtual function
+    assert gpu_addresses(virtual) == ["0000:16:00.0"]
 
 
 def test_card_without_name_in_the_data_base() -> None:

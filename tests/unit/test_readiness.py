@@ -23,6 +23,7 @@ import pytest
 from ansible.module_utils.testing import patch_module_args
 from gpubox.errors import GpuboxError
 from gpubox.readiness import (
+    Completion,
     Endpoint,
     NotYetError,
     Question,
@@ -386,6 +387,13 @@ def test_completion(server: Server) -> None:
     ]
 
 
+def test_speed_is_that_of_decoding() -> None:
+    assert Completion("x", 1, 5, 1.0, 3.0).tokens_per_second == 2.0
+    assert Completion("x", 1, 1, 1.0, 2.0).tokens_per_second == 0.5
+    assert Completion("x", 1, 5, 2.0, 2.0).tokens_per_second == 2.5  # all in one event
+    assert Completion("x", 1, 5, 0.0, 0.0).tokens_per_second == 0.0
+
+
 def test_speed_of_a_single_token(server: Server) -> None:
     server.words, server.pause = ["Hi"], 0.2
     assert ask(server).tokens_per_second == pytest.approx(1 / 0.2, rel=0.3)
@@ -458,7 +466,8 @@ def test_answers_that_another_try_will_not_change(
 
 
 def test_events_may_be_cut_anywhere(server: Server) -> None:
-    text = ': comment\nevent: x\ndata: {\ndata: "choices": [{"text": "H\u00fc"}]}\r\n\r\n'
+    text = ": comment\nevent: x\ndata: {\nid: 7\n: comment\n"
+    text += 'data: "choices": [{"text": "H\u00fc"}]}\r\n\r\n'
     text += USAGE % 1 + "data:[DONE]"
 
     def behave(handler: Handler) -> None:

@@ -607,7 +607,7 @@ class Box:
             choices = [(values[key], str(path))]
             for group in self.groups("memory"):
                 limit, used = self._memory_group(group)
-                if limit is not None and limit < values.get("MemTotal", limit + 1):
+                if limit is not None:
                     left = limit if key == "MemTotal" else max(limit - used, 0)
                     choices.append((left, f"memory limit of {group}"))
             facts[name] = known(*min(choices))
