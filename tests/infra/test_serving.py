@@ -34,9 +34,9 @@ def show(host: Any, serving: dict[str, Any], name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def main_pid(host: Any, serving: dict[str, Any]) -> int:
-    pid = int(show(host, serving, "MainPID"))
-    assert pid > 1
+def main_pid(host: Any, serving: dict[str, Any]) -> str:
+    pid = show(host, serving, "MainPID")
+    assert int(pid) > 1
     return pid
 
 
@@ -45,12 +45,7 @@ def current(host: Any, serving: dict[str, Any]) -> str:
     return str(host.check_output("readlink -f %s", f"{serving['root']}/current"))
 
 
-@pytest.fixture(scope="module")
-def manifest(host: Any, current: str) -> dict[str, Any]:
-    return dict(json.loads(host.file(f"{current}/manifest.json").content_string))
-
-
-def variables(host: Any, pid: int) -> dict[str, str]:
+def variables(host: Any, pid: str) -> dict[str, str]:
     text = host.check_output("tr '\\0' '\\n' < /proc/%s/environ", pid)
     return dict(line.partition("=")[::2] for line in text.splitlines() if "=" in line)
 
@@ -62,7 +57,7 @@ def test_the_unit_is_enabled_and_running(host: Any, serving: dict[str, Any]) -> 
 
 
 def test_the_server_runs_as_the_service_user(
-    host: Any, serving: dict[str, Any], main_pid: int
+    host: Any, serving: dict[str, Any], main_pid: str
 ) -> None:
     assert host.check_output("stat -c %%U /proc/%s", main_pid) == serving["user"]
     account = host.user(serving["user"])
@@ -71,7 +66,7 @@ def test_the_server_runs_as_the_service_user(
 
 
 def test_only_the_wanted_address_is_listened_on(host: Any, serving: dict[str, Any]) -> None:
-    table = host.check_output("ss -Hltn sport = :%s", serving["port"])
+    table = host.check_output("ss -Hltn sport = :%s", str(serving["port"]))
     addresses = {line.split()[3] for line in table.splitlines()}
     assert addresses == {f"{serving['address']}:{serving['port']}"}
 
@@ -90,7 +85,7 @@ def test_current_points_into_the_releases(host: Any, serving: dict[str, Any], cu
 
 
 def test_what_runs_was_started_from_the_current_release(
-    host: Any, main_pid: int, current: str
+    host: Any, main_pid: str, current: str
 ) -> None:
     assert variables(host, main_pid)["GPUBOX_RELEASE"] == current.rpartition("/")[2]
 
@@ -126,14 +121,14 @@ def test_the_journal_has_no_traceback(host: Any, serving: dict[str, Any]) -> Non
     assert [line for line in text.splitlines() if "Traceback (most recent call" in line] == []
 
 
-def environment(host: Any, main_pid: int) -> str:
+def environment(host: Any, main_pid: str) -> str:
     """Directory of the environment that the server runs from."""
     path = variables(host, main_pid)["PATH"].split(":")[0]
     assert path.endswith("/venv/bin")
     return path.removesuffix("/venv/bin")
 
 
-def test_the_environment_is_complete_and_of_its_own(host: Any, main_pid: int) -> None:
+def test_the_environment_is_complete_and_of_its_own(host: Any, main_pid: str) -> None:
     root = environment(host, main_pid)
     assert host.file(f"{root}/environment.json").is_file
     packages = host.check_output("echo %s/venv/lib/python3*/site-packages", root)
@@ -143,14 +138,14 @@ def test_the_environment_is_complete_and_of_its_own(host: Any, main_pid: int) ->
 
 
 def test_what_breaks_the_stack_is_not_installed(
-    host: Any, serving: dict[str, Any], main_pid: int
+    host: Any, serving: dict[str, Any], main_pid: str
 ) -> None:
     root = environment(host, main_pid)
     names = " ".join(f"{root}/venv/lib/python3*/site-packages/{name}" for name in serving["absent"])
     assert host.run(f"ls -d {names} 2>/dev/null").stdout == ""
 
 
-def test_every_patched_file_is_as_its_series_says(host: Any, main_pid: int) -> None:
+def test_every_patched_file_is_as_its_series_says(host: Any, main_pid: str) -> None:
     """From the patches beside the environment: each file has the hash after the last one."""
     root = environment(host, main_pid)
     packages = host.check_output("echo %s/venv/lib/python3*/site-packages", root)
