@@ -257,6 +257,8 @@ def test_overlapping_and_misaligned_tensors_are_refused(tmp_path: Path) -> None:
         fault = read_header(path).layout_fault(32)
         assert fault is not None
         assert words in str(fault)
+    path = write(tmp_path, content[: end - 8] + struct.pack("<Q", 2**63) + content[end:])
+    assert "64-bit size" in refusal(path).wanted
 
 
 @settings(max_examples=300, deadline=2000, suppress_health_check=list(HealthCheck))
