@@ -63,6 +63,12 @@ path: {description: The result; O(dest) with symbolic links resolved., type: str
 sources: {description: The files of the set in order., type: list, elements: str, returned: success}
 size: {description: Bytes of the result., type: int, returned: unless awaited}
 tensors: {description: Tensors in the result., type: int, returned: unless awaited}
+identity:
+  description:
+    - Changes when the result is another file (size and time of change); a server that was started
+      with another identity serves another model. Absent in check mode when it would change.
+  type: str
+  returned: when the result is there
 seconds: {description: Time taken., type: float, returned: success}
 """
 
@@ -126,6 +132,9 @@ def main() -> None:
     if result.size is not None:
         answer |= {"size": result.size, "tensors": result.tensors}
     changed = result.changed
+    if result.path.exists() and not (module.check_mode and changed):
+        found = result.path.stat()
+        answer["identity"] = f"{found.st_size}-{found.st_mtime_ns}"
     if result.path.exists():  # in check mode it may still have to come
         attributes = module.load_file_common_arguments(module.params, path=str(result.path))
         changed = module.set_fs_attributes_if_different(attributes, changed)

@@ -71,6 +71,17 @@ def test_merges_once(
     again = run(module, capsys, good.paths[1], dest, _ansible_diff=True)
     assert (again["changed"], again["action"]) == (False, "unchanged")
     assert again["diff"]["before"] == again["diff"]["after"]
+    assert again["identity"] == answer["identity"]
+
+
+def test_another_result_has_another_identity(
+    module: ModuleType, capsys: pytest.CaptureFixture[str], good: ShardSet, dest: Path
+) -> None:
+    first = run(module, capsys, good.paths[0], dest)
+    dest.unlink()
+    predicted = run(module, capsys, good.paths[0], dest, _ansible_check_mode=True)
+    assert (predicted["changed"], "identity" in predicted) == (True, False)
+    assert run(module, capsys, good.paths[0], dest)["identity"] != first["identity"]
 
 
 def test_a_file_that_is_no_gguf_is_named_in_the_diff(
