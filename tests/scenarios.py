@@ -30,7 +30,8 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ACTION = re.compile(r"INFO\s+\S+ ➜ (?P<action>\w+): Executing")
 _BORDER = re.compile(r"^\s*│ ?")  # molecule frames what its commands print
 _CLOSING = re.compile(r"=+ (.*\b(?:passed|failed|error)\b.* in [\d.]+s.*?) =+")
-DEPRECATED = "[DEPRECATION WARNING]"
+# What molecule lets pass: deprecations, and a step of the sequence that was not there to run.
+SIGNS = ("[DEPRECATION WARNING]", "Executed: Missing playbook")
 
 
 def available(meminfo: str) -> float:
@@ -87,8 +88,10 @@ class Run:
         """Why it failed, '' when it passed."""
         if self.process.returncode != 0:
             return f"molecule ended with {self.process.returncode}"
-        if DEPRECATED in self.text():
-            return f"a {DEPRECATED} in its log"
+        text = _ANSI.sub("", self.text())
+        for sign in SIGNS:
+            if sign in text:
+                return f"{sign!r} in its log"
         return ""
 
 

@@ -57,10 +57,11 @@ def test_pytest_s_closing_lines_are_kept() -> None:
     [
         ("print('ok')", ""),
         ("raise SystemExit(3)", "molecule ended with 3"),
-        ("print('[DEPRECATION ' + 'WARNING]: x will be removed')", "a [DEPRECATION WARNING]"),
+        ("print('[DEPRECATION ' + 'WARNING]: x will be removed')", "'[DEPRECATION WARNING]' in"),
+        ("print('side_effect: \\x1b[35mExecuted: ' + 'Missing playbook')", "'Executed: Missing"),
     ],
 )
-def test_a_scenario_passes_only_with_status_0_and_no_deprecation(
+def test_a_scenario_passes_only_with_status_0_and_nothing_let_pass(
     tmp_path: Path, script: str, problem: str
 ) -> None:
     log = tmp_path / "x.log"
