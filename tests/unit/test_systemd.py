@@ -24,7 +24,8 @@ def unquote(word: str, *, command: bool) -> str:
             out += two[1]
             index += 2
         else:
-            assert body[index] not in '\\"%' and not (command and body[index] == "$"), word
+            assert body[index] not in '\\"%', word
+            assert not (command and body[index] == "$"), word
             out += body[index]
             index += 1
     return out
