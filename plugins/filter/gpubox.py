@@ -16,8 +16,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "module_utils"))
 from gpubox.errors import GpuboxError
 from gpubox.release import digest
 from gpubox.serving import serve_arguments
-from gpubox.stack import file_digest, load_stack, series_at, series_summary, texts_of
+from gpubox.stack import (
+    file_digest,
+    known_stacks,
+    load_stack,
+    series_at,
+    series_summary,
+    texts_of,
+)
 from gpubox.systemd import quote_assignment, quote_command
+from gpubox.values import value_faults
 from gpubox.variables import role_options, unknown_variables
 
 
@@ -51,5 +59,8 @@ class FilterModule:
             ),
             "systemd_command": _readable(quote_command),
             "texts_of": _readable(lambda folder, names: texts_of(Path(folder), names)),
+            "value_faults": _readable(
+                lambda values, root: value_faults(values, known_stacks(Path(root)))
+            ),
             "unknown_variables": _readable(unknown_variables),
         }

@@ -25,6 +25,11 @@ def _read(path: Path, what: str) -> str:
         ) from error
 
 
+def known_stacks(repository: Path) -> list[str]:
+    """Names of the stacks of the repository."""
+    return sorted(path.stem for path in (repository / "stacks").glob("*.yml"))
+
+
 def load_stack(name: str, repository: Path) -> dict[str, Any]:
     """Read ``stacks/<name>.yml``, its requirements and its patch series.
 
@@ -37,7 +42,7 @@ def load_stack(name: str, repository: Path) -> dict[str, Any]:
         GpuboxError: a file is missing or malformed.
     """
     stacks = repository / "stacks"
-    known = sorted(path.stem for path in stacks.glob("*.yml"))
+    known = known_stacks(repository)
     if name not in known:
         raise GpuboxError(
             f"plan_stack is {name!r}",
