@@ -46,9 +46,10 @@ lint: toolchain ## ansible-lint (production), yamllint, ruff, mypy
 	ansible-lint --offline
 
 unit: toolchain ## unit tests
-	pytest -q
+	pytest -q --numprocesses=auto --dist=worksteal
 
-check: lint unit ## lint, types and unit tests: before every commit
+check: toolchain ## lint, types and unit tests, side by side: before every commit
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
 
 test: setup check ## everything: check and the scenarios in system containers
 	@python -m tests.scenarios
