@@ -24,6 +24,12 @@ options:
   max_model_len: {description: Longest context in tokens., type: int, required: true}
   model_source: {description: Any shard of the set; may be empty., type: str, required: true}
   model: {description: Path of the merged file., type: path, required: true}
+  companions:
+    description: Files that are to lie beside the merged file.
+    type: list
+    elements: str
+    default: []
+  user: {description: Name of the service user., type: str, required: true}
   unit: {description: Name of our unit., type: str, required: true}
   port: {description: TCP port of the service., type: int, required: true}
   root: {description: Directory that holds C(proc)., type: path, default: /}
@@ -45,6 +51,8 @@ EXAMPLES = r"""
     max_model_len: 131072
     model_source: /shared/shards/GLM-5-00001-of-00010.gguf
     model: /shared/glm5-gguf/GLM-5.gguf
+    companions: [config.json, tokenizer.json]
+    user: vllm
     unit: vllm-glm5.service
     port: 8000
 """
@@ -59,12 +67,15 @@ text: {description: The findings for people., type: str, returned: always}
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpubox import preflight
+from ansible.module_utils.gpubox.errors import GpuboxError
+from ansible.module_utils.gpubox.gguf_merge import read_set, shard_paths
 from ansible.module_utils.gpubox.readiness import port_listeners
 from ansible.module_utils.gpubox.units import unit_properties
 
@@ -97,6 +108,28 @@ def shard_bytes(source: Path) -> int:
     return sum(path.stat().st_size for path in source.parent.iterdir() if path.match(pattern))
 
 
+def shard_faults(source: Path) -> list[GpuboxError]:
+    """What is wrong with the set that ``source`` is a shard of, from the headers alone."""
+    try:
+        return read_set(shard_paths(source))[1]
+    except GpuboxError as error:
+        return [error]
+
+
+def text_of(path: Path) -> str | None:
+    """The text of a file, None when there is none to read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def no_directories(*paths: Path) -> list[str]:
+    """Those of the paths or of their parents that are there and are no directory."""
+    found = {one for path in paths for one in (path, *path.parents)}
+    return sorted(str(one) for one in found if os.path.lexists(one) and not one.is_dir())
+
+
 def collect(module: AnsibleModule) -> list[preflight.Finding]:
     """Measure the box and compare it with the plan."""
     given = module.params
@@ -109,7 +142,14 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         init = ""
     output = ""
     if module.get_bin_path("systemctl"):
-        command = ["systemctl", "show", "-p", "ControlGroup,MainPID", "--", given["unit"]]
+        command = [
+            "systemctl",
+            "show",
+            "-p",
+            "ControlGroup,MainPID,LoadState,FragmentPath",
+            "--",
+            given["unit"],
+        ]
         _, output, _ = module.run_command(command, environ_update={"LC_ALL": "C.UTF-8"})
     state = unit_properties(output)
     listeners = port_listeners(
@@ -123,7 +163,18 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
     merge = (
         shard_bytes(source) if source is not None and source_exists and not model.exists() else 0
     )
+    # headers only, and not again once the merged file is there and the merge knows it
+    looked_at = source if source is not None and source_exists and not model.exists() else None
+    if source is None and model.exists():
+        looked_at = model
     folders = [source.parent] if source is not None else []
+    missing = [
+        name
+        for name in given["companions"]
+        if not any((folder / name).is_file() for folder in [*folders, model.parent])
+    ]
+    fragment = state.get("FragmentPath")
+    unit_text = text_of(Path(fragment)) if fragment else None
     return [
         *preflight.check_host(init, facts.get("os_release"), facts.get("architecture")),
         *preflight.check_device(given["stack"], given["stack_device"], given["device"]),
@@ -136,6 +187,19 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         *preflight.check_space("environment", str(environment), needed, free_bytes(environment)),
         *preflight.check_space("merged model", str(model), merge, free_bytes(model)),
         *preflight.check_source(str(source or ""), source_exists, str(model), model.exists()),
+        *preflight.check_shards(shard_faults(looked_at) if looked_at is not None else []),
+        *preflight.check_companions(
+            missing if source_exists or model.exists() else [],
+            [str(folder) for folder in dict.fromkeys([*folders, model.parent])],
+        ),
+        *preflight.check_directories(no_directories(environment, model.parent)),
+        *preflight.check_user(given["user"], text_of(root / "etc/passwd") or ""),
+        *preflight.check_unit(
+            given["unit"],
+            state.get("LoadState", ""),
+            unit_text,
+            "gpubox" in (unit_text or "").partition("\n")[0],
+        ),
         *preflight.check_port(given["port"], listeners),
     ]
 
@@ -153,6 +217,8 @@ def main() -> None:
             "max_model_len": {"type": "int", "required": True},
             "model_source": {"type": "str", "required": True},
             "model": {"type": "path", "required": True},
+            "companions": {"type": "list", "elements": "str", "default": []},
+            "user": {"type": "str", "required": True},
             "unit": {"type": "str", "required": True},
             "port": {"type": "int", "required": True},
             "root": {"type": "path", "default": "/"},

@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gpubox import preflight
+from gpubox.errors import GpuboxError
 from gpubox.preflight import GIB, Finding
 from hypothesis import given
 from hypothesis import strategies as st
+
+_SPEC = importlib.util.spec_from_file_location(
+    "preflight_module", Path(__file__).resolve().parents[2] / "plugins/modules/preflight.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+module = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(module)
 
 DEBIAN = {"ID": "debian"}
 UBUNTU = {"ID": "ubuntu", "ID_LIKE": "debian"}
@@ -73,6 +84,69 @@ def test_something_to_serve() -> None:
     assert "is not set" in unset.measured
     (gone,) = preflight.check_source("/s", False, "/m", False)
     assert "/s does not exist" in gone.measured
+
+
+ACCOUNTS = """root:x:0:0:root:/root:/bin/bash
+vllm:x:998:998::/var/lib/vllm-glm5:/usr/sbin/nologin
+ubuntu:x:1000:1000:Ubuntu:/home/ubuntu:/bin/bash
+bare:x:1001:1001::/home/bare:
+toor:x:0:0::/root:/usr/sbin/nologin
+"""
+
+
+@pytest.mark.parametrize(
+    ("user", "expected"),
+    [
+        ("vllm", []),
+        ("not-there", []),
+        ("ubuntu", ["user"]),
+        ("bare", ["user"]),
+        ("toor", ["user"]),
+    ],
+)
+def test_an_account_that_a_person_uses_is_not_taken(user: str, expected: list[str]) -> None:
+    assert checks(preflight.check_user(user, ACCOUNTS)) == expected
+
+
+def test_a_masked_unit_and_a_unit_of_others_are_refused() -> None:
+    assert preflight.check_unit("a.service", "not-found", None, ours=False) == []
+    assert preflight.check_unit("a.service", "loaded", "# Rendered by gpubox", ours=True) == []
+    (masked,) = preflight.check_unit("a.service", "masked", None, ours=False)
+    assert masked.remedy == "systemctl unmask a.service"
+    (foreign,) = preflight.check_unit("ssh.service", "loaded", "[Unit]", ours=False)
+    assert "serving_unit" in foreign.remedy
+
+
+def test_missing_companions_are_named_once() -> None:
+    assert preflight.check_companions([], ["/a"]) == []
+    (finding,) = preflight.check_companions(["t.json", "c.json"], ["/a", "/b"])
+    assert finding.measured == "no c.json, t.json in /a or /b"
+
+
+def test_what_the_headers_say_is_an_error() -> None:
+    (finding,) = preflight.check_shards([GpuboxError("m", "w", "r")])
+    assert (finding.severity, finding.measured, finding.remedy) == ("error", "m", "r")
+
+
+def test_a_file_where_a_directory_belongs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    found = module.no_directories(tmp_path / "new" / "deep", tmp_path / "file" / "deep")
+    assert found == [str(tmp_path / "file")]
+    assert module.no_directories(tmp_path / "nowhere") == [str(tmp_path / "nowhere")]
+    assert checks(preflight.check_directories(found)) == ["directory"]
+
+
+@pytest.mark.parametrize("content", [b"", b"<!DOCTYPE html><html>not found</html>"])
+def test_a_source_that_is_no_gguf_is_seen_by_its_header(tmp_path: Path, content: bytes) -> None:
+    source = tmp_path / "model.gguf"
+    source.write_bytes(content)
+    assert len(module.shard_faults(source)) == 1
+
+
+def test_a_missing_shard_is_seen_before_the_merge(tmp_path: Path) -> None:
+    faults = module.shard_faults(tmp_path / "m-00001-of-00002.gguf")
+    assert "m-00002-of-00002.gguf" in " ".join(str(fault) for fault in faults)
 
 
 def test_the_holder_of_the_port_is_named() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .errors import GpuboxError
+
 GIB = 1024**3
 # Measured: the stack glm5-cpu takes 3.5 GB on disk; the CUDA stack's wheels unpack to about 12 GB.
 ENVIRONMENT_BYTES = {"cpu": 4 * GIB, "cuda": 16 * GIB}
@@ -186,6 +188,102 @@ def check_source(source: str, exists: bool, merged: str, merged_exists: bool) ->
             "a shard of the set on the box, or the merged file",
             "put the shards there and set gguf_model_source to any one of them",
         )
+    ]
+
+
+def check_shards(faults: Iterable[GpuboxError]) -> list[Finding]:
+    """What reading the headers of the set found; the merge would refuse it hours later."""
+    return [
+        Finding("error", "model", fault.measured, fault.wanted, fault.remedy) for fault in faults
+    ]
+
+
+def check_companions(missing: Iterable[str], folders: Iterable[str]) -> list[Finding]:
+    """config.json and the tokenizer lie beside the shards, or are in place already."""
+    names = sorted(missing)
+    if not names:
+        return []
+    return [
+        Finding(
+            "error",
+            "model",
+            f"no {', '.join(names)} in {' or '.join(folders)}",
+            "the files that gguf_model_companions names",
+            "put them beside the shards, or take those that the model has not out of "
+            "gguf_model_companions",
+        )
+    ]
+
+
+def check_user(name: str, passwd: str) -> list[Finding]:
+    """The service user is made by us or looks as if: changing a person's account locks them out.
+
+    Args:
+        name: the service user.
+        passwd: text of /etc/passwd.
+    """
+    for line in passwd.splitlines():
+        fields = line.split(":")
+        if fields[0] != name or len(fields) < 7:
+            continue
+        shell = fields[6].strip()
+        if fields[2] == "0" or shell.rpartition("/")[2] not in ("nologin", "false"):
+            return [
+                Finding(
+                    "error",
+                    "user",
+                    f"user {name} exists with uid {fields[2]} and shell {shell or '/bin/sh'}",
+                    "a user of the service alone, who cannot log in",
+                    f"set serving_user to another name, or `usermod --shell /usr/sbin/nologin "
+                    f"{name}` if nobody logs in by it",
+                )
+            ]
+    return []
+
+
+def check_unit(name: str, load_state: str, text: str | None, ours: bool) -> list[Finding]:
+    """The unit's name is free, or is that of our own unit, and systemd may start it.
+
+    Args:
+        name: the unit with its suffix.
+        load_state: LoadState as systemd says, empty when it was not asked.
+        text: text of the unit's file, None when there is none to read.
+        ours: the text is in the form of gpubox's unit.
+    """
+    if load_state == "masked":
+        return [
+            Finding(
+                "error",
+                "unit",
+                f"{name} is masked",
+                "a unit that systemd may start",
+                f"systemctl unmask {name}",
+            )
+        ]
+    if text is not None and not ours:
+        return [
+            Finding(
+                "error",
+                "unit",
+                f"{name} exists and gpubox did not write it",
+                "a name that is free or gpubox's own",
+                f"set serving_unit to another name, or remove the file (systemctl cat {name})",
+            )
+        ]
+    return []
+
+
+def check_directories(files: Iterable[str]) -> list[Finding]:
+    """Nothing but a directory lies where a directory is needed."""
+    return [
+        Finding(
+            "error",
+            "directory",
+            f"{path} is there and no directory",
+            "a directory, or nothing yet",
+            f"look at it (ls -l {path}) and move it away",
+        )
+        for path in files
     ]
 
 
