@@ -94,14 +94,18 @@ def inspect(podman: Podman, name: str) -> dict[str, Any] | None:
 def require_ours(name: str, found: dict[str, Any]) -> None:
     """Refuse a container that something else made.
 
+    Our image hands ``gpubox.demo`` on to every container made of it, by anybody; only ours have the
+    digest of their specification too.
+
     Raises:
-        GpuboxError: it lacks our label.
+        GpuboxError: it lacks one of our labels.
     """
-    if (found["Config"].get("Labels") or {}).get(MADE_LABEL) != "true":
+    labels = found["Config"].get("Labels") or {}
+    if labels.get(MADE_LABEL) != "true" or SPEC_LABEL not in labels:
         raise GpuboxError(
             f"a container named {name} exists that gpubox did not make"
-            f" (image {found.get('ImageName') or found.get('Image')}, no label {MADE_LABEL})",
-            "that name free, or a container with our label",
+            f" (image {found.get('ImageName') or found.get('Image')}, not both labels {MADE_LABEL} and {SPEC_LABEL})",
+            "that name free, or a container with our labels",
             f"rename it (`podman rename {name} OTHER`) or remove it yourself, then repeat",
         )
 

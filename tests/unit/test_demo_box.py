@@ -81,6 +81,16 @@ def test_a_foreign_container_is_not_touched(podman: StandIn) -> None:
     assert verbs(podman) == []
 
 
+def test_what_somebody_made_of_our_image_is_not_touched(podman: StandIn) -> None:
+    theirs = container("running")
+    theirs["Config"]["Labels"] = {"gpubox.demo": "true", "gpubox.recipe": "1"}
+    with pytest.raises(GpuboxError, match="did not make"):
+        ensure(podman, theirs)
+    with pytest.raises(GpuboxError, match="did not make"):
+        box.remove(Podman({}), "gpubox-demo")
+    assert verbs(podman) == []
+
+
 def test_a_port_in_use_is_told_before_anything_is_made(podman: StandIn) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
