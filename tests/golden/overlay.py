@@ -71,6 +71,24 @@ def series(folder: Path) -> list[Path]:
     return patches
 
 
+def _copy(site_packages: Path, package: str, target: Path) -> None:
+    """The Python files of an installed package in a new folder ``target``."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(
+        site_packages / package,
+        target / package,
+        ignore=shutil.ignore_patterns("*.so", "csrc", "__pycache__"),
+    )
+
+
+def package_before(site_packages: Path, package: str, patches: list[Path], target: Path) -> Path:
+    """Copy ``package`` to ``target`` and take back ``patches``, the last ones that were applied."""
+    _copy(site_packages, package, target)
+    for patch in reversed(patches):
+        apply(target, patch, reverse=True)
+    return target
+
+
 def package_without(
     site_packages: Path, package: str, stack: list[Path], left_out: str, target: Path
 ) -> Path:
@@ -79,14 +97,7 @@ def package_without(
     ``left_out`` is ``<series folder name>/<first four digits>``. Returns ``target``, to be put in
     front of sys.path. Raises ValueError when the installed package does not hold the whole stack.
     """
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(
-        site_packages / package,
-        target / package,
-        ignore=shutil.ignore_patterns("*.so", "csrc", "__pycache__"),
-    )
-    for patch in reversed(stack):
-        apply(target, patch, reverse=True)
+    package_before(site_packages, package, stack, target)
     kept = [p for p in stack if f"{p.parent.name}/{p.name[:4]}" != left_out]
     if len(kept) != len(stack) - 1:
         raise ValueError(f"{left_out} is not one patch of the stack")

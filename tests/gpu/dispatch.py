@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel the patched plugin calls, and whether the results fit together, without a GPU.
+
+    python tests/gpu/dispatch.py [--patches files/patches]
+
+Run it with the Python of a release's environment. No kernel runs: each is replaced by a product in
+float32 that enforces the limits of the real one. With --patches every patch that is tested here is
+also taken away, with those that follow it, and its checks must then fail; needed where the series
+for a CPU is applied, which goes around the kernels and is taken away first. One line a check, and
+exit status 1 when one did not end as it must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+
+PLUGIN, PLUGIN_CPU = "vllm-gguf-plugin-0.0.5", "vllm-gguf-plugin-0.0.5-cpu"
+Q4_K, Q5_K, IQ4_XS = 12, 13, 23
+CALLS: list[str] = []
+VECTOR_ROWS = {"limit": 65535}  # what the grid of the vector kernel holds
+MODULES: dict[str, Any] = {}  # of the plugin, imported by use() after the fork
+
+
+class Gpu(torch.Tensor):
+    """A tensor in main memory that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def gpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a Gpu one."""
+    return tensor.as_subclass(Gpu)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as an ordinary one."""
+    return tensor.as_subclass(torch.Tensor)
+
+
+# --- stand-ins for the kernels --------------------------------------------------------------------
+
+
+def align(ids: torch.Tensor, block: int, experts: int) -> tuple[torch.Tensor, ...]:
+    """moe_align_block_size: padded row numbers by expert, the expert of each block, their count."""
+    flat, rows, of_block = ids.flatten().tolist(), [], []
+    for expert in range(experts):
+        mine = [i for i, chosen in enumerate(flat) if chosen == expert]
+        mine += [len(flat)] * (-len(mine) % block)
+        rows += mine
+        of_block += [expert] * (len(mine) // block)
+    parts = rows + [len(flat)] * block, [*of_block, 0], [len(rows)]
+    return tuple(torch.tensor(part, dtype=torch.int32) for part in parts)
+
+
+def multiply(x: torch.Tensor, w: torch.Tensor, quant_type: int) -> torch.Tensor:
+    """``x @ w.T`` over the dequantised weights in float32."""
+    raw = plain(w).contiguous().numpy()
+    values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(quant_type))
+    return plain(x).float() @ torch.from_numpy(values).T
+
+
+def in_blocks(name: str, block: int, limit: int | None = None) -> Callable[..., torch.Tensor]:
+    """A kernel over aligned blocks; ``limit``: the largest byte offset that its integers hold."""
+
+    def kernel(  # the arguments of ggml_moe_a8
+        x: torch.Tensor,
+        w: torch.Tensor,
+        rows: torch.Tensor,
+        of_block: torch.Tensor,
+        padded: torch.Tensor,
+        quant_type: int,
+        row: int,
+        top_k: int,
+        tokens: int,
+    ) -> torch.Tensor:
+        CALLS.append(name)
+        out = torch.zeros(tokens * top_k, row)
+        for number, expert in enumerate(of_block.tolist()):
+            if expert < 0 or number * block >= int(padded):
+                continue
+            if limit is not None:
+                assert expert * w.stride(0) <= limit, f"expert {expert} beyond the integers"
+            mine = rows[number * block : (number + 1) * block]
+            mine = mine[mine < tokens * top_k].long()
+            out[mine] = multiply(plain(x)[mine // top_k], w[expert], quant_type)
+        return gpu(out)
+
+    return kernel
+
+
+def each_row(
+    x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, top_k: int, quant_type: int
+) -> torch.Tensor:
+    """Every routed row times its expert."""
+    flat = ids.flatten()
+    out = torch.zeros(flat.numel(), w.shape[1])
+    for expert in flat.unique().tolist():
+        mine = (flat == expert).nonzero().flatten()
+        out[mine] = multiply(plain(x)[mine // top_k], w[expert], quant_type)
+    return out
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative to the norm of what is wanted."""
+    return float((plain(got) - wanted).norm() / wanted.norm())
+
+
+def vector(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    ids: torch.Tensor,
+    top_k: int,
+    quant_type: int,
+    _row: int,
+    tokens: int,
+) -> torch.Tensor:
+    """ggml_moe_a8_vec, whose grid has an end."""
+    CALLS.append("vec")
+    assert tokens * top_k <= VECTOR_ROWS["limit"], "more rows than a grid has"
+    assert x.shape[0] == tokens
+    assert ids.numel() == tokens * top_k
+    return gpu(each_row(x, w, ids, top_k, quant_type))
+
+
+def linear_kernel(name: str) -> Callable[..., torch.Tensor]:
+    """A kernel of a linear layer."""
+
+    def kernel(w: torch.Tensor, x: torch.Tensor, quant_type: int, _row: int) -> torch.Tensor:
+        CALLS.append(name)
+        return multiply(x, w, quant_type)
+
+    return kernel
+
+
+def use() -> None:
+    """Import the plugin and put the stand-ins in the place of its kernels."""
+    from vllm.model_executor.layers.fused_moe import fused_moe as vllm_fused_moe
+    from vllm_gguf_plugin import ops
+    from vllm_gguf_plugin.quantization import fused_moe, linear
+    from vllm_gguf_plugin.triton.fused_moe import utils
+
+    MODULES.update(ops=ops, moe=fused_moe, linear=linear, utils=utils)
+    vllm_fused_moe.moe_align_block_size = align
+    ops._cuda_kernel_available = ops._cuda_gemm_kernel_available = lambda *_: True
+    ops.ggml_moe_get_block_size = lambda _: 4
+    ops.moe_sum = lambda values, out: out.copy_(values.sum(dim=1))
+    ops.ggml_mul_mat_vec_a8, ops.ggml_mul_mat_a8 = linear_kernel("vec"), linear_kernel("tiled")
+    linear.ggml_mul_mat_large_batch = linear_kernel("large")
+    torch.ops._C_gguf.ggml_moe_a8 = in_blocks("tiled", 4)
+    torch.ops._C_gguf.ggml_moe_a8_vec = vector
+
+    def silu(_kind: object, out: torch.Tensor, values: torch.Tensor) -> None:
+        gate, up = values.chunk(2, dim=-1)
+        out.copy_(torch.nn.functional.silu(gate) * up)
+
+    fused_moe.apply_moe_activation = silu
+    fused_moe.ggml_moe_large_batch = lambda *a, block_m: in_blocks("large", block_m)(*a)
+
+
+# --- what goes in and must come out ---------------------------------------------------------------
+
+
+def blocks(quant_type: int, *shape: int) -> torch.Tensor:
+    """Random quantized blocks with scales of 2**-6."""
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(quant_type)]
+    w = torch.randint(0, 256, (*shape[:-1], shape[-1] // values, size), dtype=torch.uint8)
+    for at in (0, 2) if quant_type in (Q4_K, Q5_K) else (0,):
+        w[..., at : at + 2] = torch.tensor([2**-6], dtype=torch.float16).view(torch.uint8)
+    return w.reshape(*shape[:-1], -1)
+
+
+def routing(tokens: int, experts: int, top_k: int = 2) -> torch.Tensor:
+    """Distinct random experts for each token."""
+    return torch.rand(tokens, experts).topk(top_k, 1).indices.to(torch.int32)
+
+
+def layer(
+    tokens: int,
+    types: tuple[int, int] = (Q4_K, Q5_K),
+    experts: int = 6,
+    hidden: int = 256,
+    inner: int = 256,
+) -> list[str]:
+    """Run the plugin's expert layer, compare its result, and return the kernels that it called."""
+    x, ids, weights = (
+        torch.randn(tokens, hidden) / 16,
+        routing(tokens, experts),
+        torch.rand(tokens, 2),
+    )
+    w1 = blocks(types[0], experts, 2 * inner, hidden)
+    w2 = blocks(types[1], experts, hidden, inner)
+    CALLS.clear()
+    got = MODULES["moe"]._fused_moe_gguf(gpu(x), w1, w2, weights, ids, *types, "silu")
+    gate, up = each_row(x, w1, ids, 2, types[0]).chunk(2, -1)
+    rows = each_row(torch.nn.functional.silu(gate) * up, w2, ids, 1, types[1])
+    error = difference(got, (rows.view(tokens, 2, hidden) * weights[..., None]).sum(1))
+    assert error < 1e-5, f"error {error}"
+    return list(CALLS)
+
+
+# --- the checks -----------------------------------------------------------------------------------
+
+
+def experts_beyond_2_31_bytes_are_split() -> None:
+    """The tiled kernel gets experts that its 32-bit offsets reach, and ids that it takes."""
+    ops = MODULES["ops"]
+    w, ids, x = blocks(Q4_K, 6, 32, 256), routing(40, 6), gpu(torch.randn(40, 256))
+    arguments = (x, w, *align(ids, 4, 6), Q4_K, 32, 2, 40)
+    whole = ops.ggml_moe_a8(*arguments)
+    limit = 3 * w.stride(0) - 1  # offsets up to that of expert 2
+    for name, value, reached in (
+        ("_MOE_MAX_EXPERT_OFFSET", limit, limit),
+        ("_MOE_MAX_EXPERTS", 4, 3 * w.stride(0)),  # the kernel skips ids above
+    ):
+        before = getattr(ops, name, None)
+        setattr(ops, name, value)
+        torch.ops._C_gguf.ggml_moe_a8 = in_blocks("tiled", 4, reached)
+        CALLS.clear()
+        assert torch.equal(ops.ggml_moe_a8(*arguments), whole)
+        assert CALLS == ["tiled", "tiled"], CALLS
+        setattr(ops, name, before)
+    torch.ops._C_gguf.ggml_moe_a8 = in_blocks("tiled", 4)
+    for rows, size, calls in ((4096, 3456, 2), (6144, 1408, 2), (512, 3456, 1), (6144, 176, 1)):
+        stack = torch.empty_strided(
+            (256, rows, size), (rows * size, size, 1), dtype=torch.uint8, device="meta"
+        )
+        limit = ops._moe_experts_per_call(stack)
+        assert (limit - 1) * rows * size < 2**31, (rows, size, limit)
+        assert -(-256 // limit) == calls, (rows, size, limit)
+
+
+def triton_kernels_get_64_bit_expert_ids() -> None:
+    """They multiply the id by the byte stride of an expert."""
+    aligned = [gpu(part) for part in align(routing(40, 6), 4, 6)]
+    prepared = MODULES["utils"]._validate_args(
+        W=gpu(blocks(Q4_K, 6, 32, 256)),
+        X=gpu(torch.randn(40, 256)),
+        sorted_token_ids=aligned[0],
+        expert_ids=aligned[1],
+        num_tokens_post_padded=aligned[2],
+        row=32,
+        top_k=2,
+        tokens=40,
+        quant_type=Q4_K,
+    )
+    assert prepared[3].dtype == torch.int64, prepared[3].dtype
+    assert torch.equal(plain(prepared[3]).int(), plain(aligned[1]))
+
+
+def vector_grid_is_not_exceeded() -> None:
+    """The vector kernel gets no more rows than its grid has."""
+    ops = MODULES["ops"]
+    w, ids = blocks(IQ4_XS, 6, 8, 256), routing(40, 6)
+    usual = getattr(ops, "_MOE_VEC_MAX_ROWS", None)
+    VECTOR_ROWS["limit"] = ops._MOE_VEC_MAX_ROWS = 25
+    for x, top_k in ((torch.randn(40, 256), 2), (torch.randn(80, 256), 1)):
+        got = ops.ggml_moe_a8_vec(gpu(x), w, ids, top_k, IQ4_XS, 8, x.shape[0])
+        assert difference(got, each_row(x, w, ids, top_k, IQ4_XS)) < 1e-5
+    VECTOR_ROWS["limit"] = ops._MOE_VEC_MAX_ROWS = 65535
+    assert usual == 65535, usual
+    CALLS.clear()
+    ops.ggml_moe_a8_vec(gpu(torch.randn(40, 256)), w, ids, 2, IQ4_XS, 8, 40)
+    assert CALLS == ["vec"], CALLS
+
+
+def long_batches_go_to_the_tensor_cores() -> None:
+    """Experts: from 256 tokens on, for the types that the kernel unpacks."""
+    assert layer(256) == ["large", "large"], CALLS
+    assert layer(255) == ["tiled", "tiled"], CALLS
+    assert layer(256, types=(Q4_K, IQ4_XS))[-1] == "vec", CALLS
+    block_m = MODULES["moe"].large_batch_block_m
+    assert [block_m(tokens * 8, 256) for tokens in (256, 8192)] == [32, 128]
+
+
+def linear_layers_take_long_batches_there() -> None:
+    """Linear layers: from 64 tokens on."""
+    w = blocks(Q4_K, 8, 256)
+    for tokens, kernel in ((2, "vec"), (63, "tiled"), (64, "large")):
+        x = torch.randn(tokens, 256)
+        CALLS.clear()
+        got = MODULES["linear"]._fused_mul_mat_gguf(gpu(x), w, Q4_K)
+        assert torch.equal(got, multiply(x, w, Q4_K))
+        assert [kernel] == CALLS, (tokens, CALLS)
+
+
+def short_batches_go_to_the_faster_kernel() -> None:
+    """From how many tokens the tiled kernel is taken depends on the length of the rows."""
+    for wanted, tokens, sizes in (
+        (["vec", "vec"], 1, {}),
+        (["tiled", "tiled"], 2, {}),
+        (["vec", "tiled"], 2, {"hidden": 1024}),
+        (["tiled", "tiled"], 4, {"hidden": 1024, "inner": 1024}),
+        (["vec", "tiled"], 31, {"hidden": 2048, "experts": 3}),
+        (["vec", "tiled"], 2, {"types": (IQ4_XS, Q5_K)}),
+    ):
+        assert layer(tokens, **sizes) == wanted, (tokens, sizes, CALLS)
+
+
+CHECKS = {  # by the patch that fails without
+    "0010": [experts_beyond_2_31_bytes_are_split, triton_kernels_get_64_bit_expert_ids],
+    "0011": [vector_grid_is_not_exceeded],
+    "0012": [long_batches_go_to_the_tensor_cores],
+    "0013": [linear_layers_take_long_batches_there],
+    "0014": [short_batches_go_to_the_faster_kernel],
+}
+
+
+def run(checks: list[Callable[[], None]], must_fail: bool, label: str, folder: Path | None) -> int:
+    """Run checks in a child with the plugin in ``folder`` (None: the installed one).
+
+    Returns how many did not end as they must. A check that must fail fails by an assertion about
+    what the plugin did, not in any other way.
+    """
+    sys.stdout.flush()
+    process = os.fork()
+    if process == 0:
+        wrong = len(checks)
+        try:
+            if folder is not None:
+                sys.path.insert(0, str(folder))
+            use()
+            torch.manual_seed(0)
+            wrong = 0
+            for check in checks:
+                error = "passed"
+                passed = False
+                try:
+                    check()
+                    passed = True
+                except AssertionError as fault:
+                    error = f"AssertionError: {str(fault)[:100]}"
+                    as_wanted = must_fail
+                except Exception:
+                    error = traceback.format_exc().strip().splitlines()[-1][:150]
+                    as_wanted = False
+                if passed:
+                    as_wanted = not must_fail
+                wrong += not as_wanted
+                verdict = "PASS" if as_wanted else "FAIL"
+                print(f"{verdict} {check.__name__:<40} {label}: {error}", flush=True)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(wrong)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def before(patches: Path, series: str, number: str, target: Path) -> Path:
+    """A copy of the installed plugin without a patch and those that were applied after it."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "golden"))
+    import overlay
+
+    site = Path(sysconfig.get_path("purelib"))
+    stack = overlay.series(patches / PLUGIN)
+    if (site / "vllm_gguf_plugin/cpu.py").exists():
+        stack += overlay.series(patches / PLUGIN_CPU)
+    name = f"{series}/{number}"
+    first = [f"{patch.parent.name}/{patch.name[:4]}" for patch in stack].index(name)
+    return Path(overlay.package_before(site, "vllm_gguf_plugin", stack[first:], target))
+
+
+def main() -> int:
+    """Run the checks; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--patches", type=Path, help="files/patches: also without each patch")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # threads do not survive a fork
+    import vllm.model_executor.layers.fused_moe.fused_moe  # noqa: F401 - once for all children
+
+    on_cpu = (Path(sysconfig.get_path("purelib")) / "vllm_gguf_plugin/cpu.py").exists()
+    if on_cpu and not arguments.patches:
+        parser.error("the plugin has the series for a CPU: give --patches")
+    with tempfile.TemporaryDirectory(prefix="dispatch-") as scratch:
+        folder = None
+        if on_cpu:
+            folder = before(arguments.patches, PLUGIN_CPU, "0001", Path(scratch) / "cpu")
+        every = [check for checks in CHECKS.values() for check in checks]
+        wrong = run(every, False, "patched", folder)
+        if arguments.patches:
+            for number, checks in CHECKS.items():
+                folder = before(arguments.patches, PLUGIN, number, Path(scratch) / number)
+                wrong += run(checks, True, f"without {number}", folder)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All tests that need an NVIDIA GPU, and one table: ``make gpu-check``.
+
+Uses the environment of the release that /opt/gpubox/current names, or the interpreter given with
+--python (vLLM, the patched plugin). Writes a tiny GLM-5 for what is served. Without an NVIDIA GPU
+it says that nothing was checked and ends with 0. Stop a running server first: the kernels are
+tested at GLM-5's real sizes, stacks of up to 14 GB, four of them at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CURRENT = Path("/opt/gpubox/current/manifest.json")
+MODEL = "tiny-GLM-5-UD-Q4_K_XL.gguf"
+VERSIONS = """
+import importlib.metadata as metadata
+names = ("vllm", "vllm-gguf-plugin", "torch", "triton", "transformers")
+print(", ".join(f"{name} {metadata.version(name)}" for name in names))
+"""
+
+
+def release_python() -> Path | None:
+    """The interpreter of the current release's environment, None when there is none."""
+    if not CURRENT.is_file():
+        return None
+    environment = json.loads(CURRENT.read_text(encoding="utf-8"))["environment"]
+    return Path(f"/opt/gpubox/environments/{environment}/venv/bin/python")
+
+
+def output(*command: str | Path) -> str:
+    """What a command prints, or why it did not."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    return (done.stdout if done.returncode == 0 else done.stderr or "it failed").strip()
+
+
+def run(name: str, command: list[str | Path]) -> tuple[str, int, int, float]:
+    """Run one part and show its lines; (name, passed, failed, seconds)."""
+    print(f"\n== {name}", flush=True)
+    begun = time.monotonic()
+    passed = failed = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            passed += line.startswith("PASS ")
+            failed += line.startswith("FAIL ")
+    if process.returncode != 0 or not passed:
+        failed = max(failed, 1)
+    return name, passed, failed, time.monotonic() - begun
+
+
+def main() -> int:
+    """Run every part; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--python", type=Path, help="of the environment to test")
+    parser.add_argument("--time", action="store_true", help="also time the kernels")
+    arguments = parser.parse_args()
+    if not Path("/proc/driver/nvidia/version").exists():
+        print("gpu-check: no NVIDIA GPU here (no /proc/driver/nvidia/version); NOTHING WAS CHECKED")
+        return 0
+    python = arguments.python or release_python()
+    if python is None or not python.exists():
+        print(
+            f"measured: {python or CURRENT} does not exist\n"
+            "wanted: the environment of a release of gpubox\n"
+            "do: run site.yml on this machine first, or give --python",
+            file=sys.stderr,
+        )
+        return 2
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+        subprocess.run(
+            [sys.executable, "-m", "demo.tiny_glm5", "--shards", "1", scratch],
+            cwd=ROOT,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        parts: list[tuple[str, list[str | Path]]] = [
+            ("compile", [python, HERE / "compile.py"]),
+            ("dispatch", [python, HERE / "dispatch.py", "--patches", ROOT / "files/patches"]),
+            ("kernels", [python, HERE / "kernels.py"]),
+            ("serving", [python, HERE / "serving.py", "--model", Path(scratch) / MODEL]),
+        ]
+        if arguments.time:
+            parts.append(("times", [python, HERE / "kernels.py", "--time"]))
+        results = [run(name, command) for name, command in parts]
+    card = output(
+        "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
+    )
+    print(f"\n{datetime.date.today()}; {'; '.join(sorted(set(card.splitlines())))}")
+    print(output(python, "-c", VERSIONS))
+    print(f"\n{'part':<10} {'passed':>7} {'failed':>7} {'seconds':>8}")
+    for name, passed, failed, seconds in results:
+        print(f"{name:<10} {passed:>7} {failed:>7} {seconds:>8.0f}")
+    return 1 if any(failed for _, _, failed, _ in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
