@@ -6,12 +6,13 @@
 # GPUBOX_WHEELHOUSE     directory or URL with wheels for the box; PIP_FIND_LINKS if unset
 # GPUBOX_DEBIAN_MIRROR  where Debian's packages come from when no image registry is reachable
 # GPUBOX_PYTHON         interpreter for .venv
+# GPUBOX_GPU_PYTHON     interpreter that gpu-check tests; that of the current release if unset
 # KEEP_CACHE            =1: demo-down keeps images and downloaded packages
 # SCENARIOS             names of the scenarios that `make test` runs, all if unset
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup toolchain lint unit check test demo demo-down demo-status lock
+.PHONY: help setup toolchain lint unit check test gpu-check demo demo-down demo-status lock
 
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -53,6 +54,9 @@ check: toolchain ## lint, types and unit tests, side by side: before every commi
 
 test: setup check ## everything: check and the scenarios in system containers
 	@python -m tests.scenarios
+
+gpu-check: toolchain ## kernels, served logprobs and MTP on this machine's NVIDIA GPU (stop the server first)
+	@python tests/gpu/run.py $(if $(GPUBOX_GPU_PYTHON),--python $(GPUBOX_GPU_PYTHON))
 
 lock: ## resolve uv.lock anew, with no host in it
 	@tools/toolchain.sh lock
