@@ -104,7 +104,8 @@ def require_ours(name: str, found: dict[str, Any]) -> None:
     if labels.get(MADE_LABEL) != "true" or SPEC_LABEL not in labels:
         raise GpuboxError(
             f"a container named {name} exists that gpubox did not make"
-            f" (image {found.get('ImageName') or found.get('Image')}, not both labels {MADE_LABEL} and {SPEC_LABEL})",
+            f" (image {found.get('ImageName') or found.get('Image')},"
+            f" not both labels {MADE_LABEL} and {SPEC_LABEL})",
             "that name free, or a container with our labels",
             f"rename it (`podman rename {name} OTHER`) or remove it yourself, then repeat",
         )

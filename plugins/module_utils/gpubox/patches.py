@@ -41,7 +41,11 @@ DEVICES = ("any", "cpu")
 UPSTREAM = ("not sent", "sent", "merged")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PATCH_FILE = re.compile(r"\d{4}-[A-Za-z0-9._-]+\.patch")
-_REINSTALL = "install the distribution again (pristine files from its wheel), then run again"
+# a file that the series made is in no wheel, so a reinstall may leave it
+_REINSTALL = (
+    "install the distribution again (pristine files from its wheel), or move the whole environment "
+    "of gpubox (the folder that holds venv) away; then run again"
+)
 
 
 def sha256(content: bytes | None) -> str | None:
@@ -455,7 +459,7 @@ class Store:
             raise GpuboxError(
                 f"{path} cannot be understood: {error}",
                 "the record of an earlier run",
-                f"remove {self.directory} and install the patched distributions again",
+                f"move {self.directory.parent} away and run again; the environment is built anew",
             ) from error
 
     def save(self, name: str, record: Record) -> None:
