@@ -47,7 +47,8 @@ lint: toolchain ## ansible-lint (production), yamllint, ruff, mypy
 	ansible-lint --offline
 
 unit: toolchain ## unit tests
-	pytest -q --numprocesses=auto --dist=worksteal
+	pytest -q --numprocesses=auto --dist=worksteal -m "not forks"
+	pytest -q -m forks
 
 check: toolchain ## lint, types and unit tests, side by side: before every commit
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit

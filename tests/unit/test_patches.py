@@ -26,6 +26,8 @@ from gpubox import patches
 from gpubox.errors import GpuboxError
 from gpubox.patches import Plan, converge, read_stack, read_texts
 
+pytestmark = pytest.mark.forks
+
 ROOT = Path(__file__).resolve().parents[2]
 
 WHEEL = {
