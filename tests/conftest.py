@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import ansible.module_utils
 
 ROOT = Path(__file__).resolve().parent.parent
 ansible.module_utils.__path__.append(str(ROOT / "plugins" / "module_utils"))
+
+# A shell starts background jobs with Ctrl-C ignored, and what they start inherits that. Tests that
+# interrupt a child must find it as a terminal would have started it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
