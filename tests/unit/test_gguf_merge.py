@@ -455,17 +455,17 @@ def test_a_rerun_reads_nothing_and_survives_the_loss_of_the_shards(
     good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     merge(good.paths[0], dest)
-    before = dest.stat()
+    before = identity(dest)
     monkeypatch.setattr(gguf_merge, "read_header", lambda path: pytest.fail(f"{path} was read"))
     started = time.monotonic()
     result = merge(good.paths[1], dest)
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 2
     assert (result.action, result.changed) == ("unchanged", False)
-    assert (result.size, result.tensors) == (before.st_size, len(TENSORS))
+    assert (result.size, result.tensors) == (dest.stat().st_size, len(TENSORS))
     for path in good.paths:
         path.unlink()
     assert merge(good.paths[0], dest).action == "unchanged"
-    assert dest.stat() == before
+    assert identity(dest) == before
 
 
 def test_a_new_revision_is_merged_again(good: ShardSet, dest: Path) -> None:
@@ -487,16 +487,22 @@ def test_a_damaged_result_is_made_again(good: ShardSet, dest: Path, position: in
     assert dest.read_bytes() == good.merged
 
 
+def identity(path: Path) -> tuple[int, int, int]:
+    """Which file it is and when it was written; not when it was read."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 @pytest.mark.parametrize("manifest", [None, "{", "[]", '{"format": "other"}', "{}"])
 def test_a_right_file_without_a_usable_manifest_is_adopted(
     good: ShardSet, dest: Path, manifest: str | None
 ) -> None:
     dest.write_bytes(good.merged)
-    before = dest.stat()
+    before = identity(dest)
     if manifest is not None:
         manifest_path(dest).write_text(manifest)
     assert merge(good.paths[0], dest).action == "adopted"
-    assert dest.stat() == before
+    assert identity(dest) == before
     assert merge(good.paths[0], dest).action == "unchanged"
 
 
@@ -518,10 +524,10 @@ def test_the_manifest_of_another_model_proves_nothing(good: ShardSet, dest: Path
 
 def test_touched_shards_are_compared_and_nothing_is_rewritten(good: ShardSet, dest: Path) -> None:
     merge(good.paths[0], dest)
-    before = dest.stat()
+    before = identity(dest)
     os.utime(good.paths[2], ns=(1, 1))
     assert merge(good.paths[0], dest).action == "adopted"
-    assert dest.stat() == before
+    assert identity(dest) == before
     assert merge(good.paths[0], dest).action == "unchanged"
 
 
