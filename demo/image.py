@@ -155,6 +155,10 @@ def remove(podman: Podman, suites: tuple[str, ...], cache: Path) -> tuple[list[s
             if found is None or not (pulled or found.get(MADE_LABEL) == "true"):
                 continue
             (removed if podman.run("rmi", name).code == 0 else kept).append(name)
+    # an image that was built anew leaves the older one behind without a name
+    filters = ("--filter", "dangling=true", "--filter", f"label={MADE_LABEL}=true")
+    for identity in dict.fromkeys(podman.run("images", "--quiet", *filters).output.split()):
+        (removed if podman.run("rmi", identity).code == 0 else kept).append(identity)
     return removed, kept
 
 

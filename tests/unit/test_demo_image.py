@@ -162,3 +162,21 @@ def test_only_what_was_made_or_pulled_here_is_removed(
     (tmp_path / "pulled-bookworm").touch()
     removed, _ = image.remove(Podman({}), ("bookworm",), tmp_path)
     assert removed == [base, "docker.io/library/debian:bookworm-slim"]
+
+
+def test_older_images_without_a_name_go_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    podman = on_path(monkeypatch, tmp_path, "podman")["podman"]
+    podman.answer(
+        {
+            INSPECT: ABSENT,
+            "images --quiet": (0, "0123\n4567\n0123\n", ""),
+            "rmi": (0, "", ""),
+            "rmi 4567": (2, "", "image is in use by a container"),
+        }
+    )
+    assert image.remove(Podman({}), (), tmp_path) == (["0123"], ["4567"])
+    (asked,) = [call for call in podman.calls() if call[0] == "images"]
+    assert "label=gpubox.demo=true" in asked
+    assert "dangling=true" in asked
