@@ -22,26 +22,13 @@ def role_options(roles: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def renamed(options: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Old name to new name of variables that were renamed (none so far).
-
-    A renamed option keeps an entry here for one release so that the old name fails with the new.
-    """
-    del options
-    return {}
-
-
 def unknown_variables(names: Iterable[str], options: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """One sentence for each name that carries a role's prefix and is no variable of that role."""
     known = sorted(name for role in options.values() for name in role)
-    old = renamed(options)
     prefixes = tuple(f"{role}_" for role in options)
     sentences = []
     for name in sorted(set(names)):
         if not name.startswith(prefixes) or name in known:
-            continue
-        if name in old:
-            sentences.append(f"{name} was renamed to {old[name]}")
             continue
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"; did you mean {close[0]}?" if close else ""
