@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,19 @@ from gpubox import await_token
 from gpubox.errors import GpuboxError
 from gpubox.readiness import Endpoint, Question
 
+from tests.unit.timing import AT_ONCE, FOREVER
+
 QUESTION = Question("glm-5", "Hello", 4)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers 503 until the class's moment has come, then one streamed completion."""
+    """Answers 503 to the first requests, then one streamed completion."""
 
-    ready_at = 0.0
+    refusals: Iterator[int]
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if time.monotonic() < self.ready_at:
+        if next(self.refusals, None) is not None:
             self.send_response(503)
             self.end_headers()
             return
@@ -47,8 +50,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def server(ready_after: float) -> Iterator[Endpoint]:
-    handler = type("Once", (Handler,), {"ready_at": time.monotonic() + ready_after})
+def server(refusals: Iterator[int]) -> Iterator[Endpoint]:
+    handler = type("Once", (Handler,), {"refusals": refusals})
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=running.serve_forever, daemon=True).start()
     try:
@@ -64,20 +67,23 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_waits_for_the_token() -> None:
-    with server(0.4) as endpoint:
-        assert 0.4 <= await_token.await_token(endpoint, QUESTION, 10, 0, Path("/")) < 5
+    refusals = iter(range(3))
+    with server(refusals) as endpoint:
+        seconds = await_token.await_token(endpoint, QUESTION, AT_ONCE, 0, Path("/"))
+    assert next(refusals, None) is None
+    assert seconds >= 3 * await_token.POLL_SECONDS
 
 
 def test_it_gives_up_at_the_deadline() -> None:
-    with server(60) as endpoint, pytest.raises(GpuboxError, match=r"no token within 0\.3 s"):
+    with server(count()) as endpoint, pytest.raises(GpuboxError, match=r"no token within 0\.3 s"):
         await_token.await_token(endpoint, QUESTION, 0.3, 0, Path("/"))
 
 
 def test_it_stops_at_once_when_the_server_has_ended(tmp_path: Path) -> None:
     begin = time.monotonic()
-    with server(60) as endpoint, pytest.raises(GpuboxError, match="process 4711 has ended"):
-        await_token.await_token(endpoint, QUESTION, 60, 4711, tmp_path)
-    assert time.monotonic() - begin < 5
+    with server(count()) as endpoint, pytest.raises(GpuboxError, match="process 4711 has ended"):
+        await_token.await_token(endpoint, QUESTION, FOREVER, 4711, tmp_path)
+    assert time.monotonic() - begin < AT_ONCE
 
 
 def test_the_release_carries_every_file_it_needs(tmp_path: Path) -> None:
@@ -100,14 +106,14 @@ def test_the_release_carries_every_file_it_needs(tmp_path: Path) -> None:
 
 
 def test_the_command_line_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
-    with server(0) as endpoint:
+    with server(iter(())) as endpoint:
         code = await_token.main(
             [
                 f"--base-url=http://{endpoint.host}:{endpoint.port}",
                 "--model=glm-5",
                 "--prompt=Hello",
                 "--max-tokens=4",
-                "--deadline=5",
+                "--deadline=60",
             ],
             {},
         )

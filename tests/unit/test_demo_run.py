@@ -16,6 +16,7 @@ from demo.__main__ import main
 from demo.console import Console, elapsed
 from demo.engine import Podman
 from tests.unit.demo_stand_ins import on_path
+from tests.unit.timing import AT_ONCE
 
 OUTPUT = """\
 PLAY [Take the box from bare to a served GLM-5] ****
@@ -106,12 +107,12 @@ def test_ctrl_c_ends_what_runs_and_says_where_it_stopped(
         stderr=subprocess.PIPE,
         text=True,
     ) as run:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + AT_ONCE
         while not log.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert log.exists(), "the stand-in was never reached"
         run.send_signal(number)
-        _, errors = run.communicate(timeout=30)
+        _, errors = run.communicate(timeout=AT_ONCE)
     assert run.returncode == 130
     assert "in: looking for docker.io/library/debian:bookworm-slim" in errors
     assert "run it again, it continues from there" in errors

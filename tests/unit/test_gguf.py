@@ -39,6 +39,7 @@ from tests.unit.gguf_files import (
     key_value,
     string,
 )
+from tests.unit.timing import AT_ONCE
 
 GOOD = GgufFile(METADATA, TENSORS)
 ONE_EACH = tuple(
@@ -205,7 +206,7 @@ def test_absurd_lengths_are_refused_at_once(tmp_path: Path, position: int, numbe
     path = write(tmp_path, bytes(content))
     started = time.monotonic()
     told = refusal(path).measured
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < AT_ONCE
     assert "it announces" in told if position < 24 else "key of" in told
 
 
@@ -221,7 +222,7 @@ def test_an_endless_array_of_strings_in_a_huge_sparse_file_ends(
         stream.truncate(300 << 30)  # zeros: 40 billion empty strings
     started = time.monotonic()
     assert "longer than" in refusal(path).measured
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < AT_ONCE
 
 
 def layout(tmp_path: Path, content: bytes) -> str | None:

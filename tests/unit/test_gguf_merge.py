@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +42,7 @@ from tests.unit.gguf_files import (
     TensorData,
     shard_set,
 )
+from tests.unit.timing import AT_ONCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -457,9 +457,7 @@ def test_a_rerun_reads_nothing_and_survives_the_loss_of_the_shards(
     merge(good.paths[0], dest)
     before = identity(dest)
     monkeypatch.setattr(gguf_merge, "read_header", lambda path: pytest.fail(f"{path} was read"))
-    started = time.monotonic()
     result = merge(good.paths[1], dest)
-    assert time.monotonic() - started < 2
     assert (result.action, result.changed) == ("unchanged", False)
     assert (result.size, result.tensors) == (dest.stat().st_size, len(TENSORS))
     for path in good.paths:
@@ -729,7 +727,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=AT_ONCE,
     )
 
 
@@ -741,7 +739,7 @@ def stopped_midway(good: ShardSet, dest: Path) -> Iterator[subprocess.Popen[str]
         "class Wait:\n"
         "    def __call__(self, done, total):\n"
         "        if done > total // 2:\n"
-        "            print('half', flush=True); time.sleep(60)\n"
+        "            print('half', flush=True); time.sleep(600)\n"
         "m.STEP, m._Meter = 100, Wait\n"
         f"sys.exit(m.main([{str(good.paths[0])!r}, {str(dest)!r}]))"
     )
@@ -800,7 +798,7 @@ def test_ctrl_c_and_sigterm_clean_up(
     dest: Path, stopped_midway: subprocess.Popen[str], number: signal.Signals
 ) -> None:
     stopped_midway.send_signal(number)
-    assert stopped_midway.wait(timeout=30) == 128 + number
+    assert stopped_midway.wait(timeout=AT_ONCE) == 128 + number
     assert not list(dest.parent.iterdir())
 
 

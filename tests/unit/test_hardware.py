@@ -42,6 +42,8 @@ from gpubox.hardware import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.timing import AT_ONCE
+
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3
 
@@ -622,10 +624,10 @@ def test_limits_of_cgroup_v1(recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 
 def test_tool_that_hangs(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "COMMAND_SECONDS", 0.2)
-    recorded.command("nvidia-smi", f"exec {shutil.which('sleep')} 20")
+    recorded.command("nvidia-smi", f"exec {shutil.which('sleep')} 600")
     begin = time.monotonic()
     facts = recorded.facts(monkeypatch)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < AT_ONCE
     assert "did not answer within" in facts["gpus"]["unknown"]
 
 

@@ -41,6 +41,8 @@ from gpubox.readiness import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.timing import AT_ONCE, FOREVER
+
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = "vllm-glm5.service"
 INVOCATION = "7c9b1f0e5a3d4c2b8f6e1d0c9b8a7f65"
@@ -362,7 +364,7 @@ def server() -> Iterator[Server]:
 QUESTION = Question("glm-5", "Hello", 16)
 
 
-def ask(server: Server, question: Question = QUESTION, seconds: float = 5.0) -> Any:
+def ask(server: Server, question: Question = QUESTION, seconds: float = AT_ONCE) -> Any:
     endpoint = Endpoint("127.0.0.1", server.port, "")
     return complete(endpoint, question, time.monotonic() + seconds)
 
@@ -372,9 +374,11 @@ def test_completion(server: Server) -> None:
     found = ask(server)
     assert found.text == "The answer is 42"
     assert (found.prompt_tokens, found.completion_tokens) == (3, 4)
-    assert 0.1 <= found.time_to_first_token_seconds < 0.25
-    assert 0.4 <= found.seconds < 0.8
-    assert found.tokens_per_second == pytest.approx(3 / 0.3, rel=0.3)
+    # sleeps end late on a busy machine, never early: lower bounds only
+    assert 0.1 <= found.time_to_first_token_seconds < found.seconds
+    assert found.seconds >= 0.4
+    decode_seconds = found.seconds - found.time_to_first_token_seconds
+    assert found.tokens_per_second == pytest.approx(3 / decode_seconds)
     assert server.requests == [
         {
             "model": "glm-5",
@@ -481,13 +485,13 @@ def test_events_may_be_cut_anywhere(server: Server) -> None:
 
 
 def stall_before_headers(handler: Handler) -> None:
-    handler.server.released.wait(20)
+    handler.server.released.wait(FOREVER)
 
 
 def stall_in_stream(handler: Handler) -> None:
     handler.begin_stream()
     handler.chunk(TEXT)
-    handler.server.released.wait(20)
+    handler.server.released.wait(FOREVER)
 
 
 def trickle(handler: Handler) -> None:
@@ -513,12 +517,21 @@ def drop(handler: Handler) -> None:
 
 
 @pytest.mark.parametrize(
+    "behaviour", [stall_before_headers, stall_in_stream, trickle, trickle_without_length]
+)
+def test_the_deadline_ends_an_answer_that_does_not_end(
+    server: Server, behaviour: Callable[[Handler], None]
+) -> None:
+    server.behaviour = behaviour
+    begin = time.monotonic()
+    with pytest.raises(NotYetError, match="within the deadline"):
+        ask(server, seconds=0.5)
+    assert 0.5 <= time.monotonic() - begin < AT_ONCE
+
+
+@pytest.mark.parametrize(
     ("behaviour", "message"),
     [
-        (stall_before_headers, "within the deadline"),
-        (stall_in_stream, "within the deadline"),
-        (trickle, "within the deadline"),
-        (trickle_without_length, "within the deadline"),
         (drop, "IncompleteRead|before its end mark|reset"),
         (streaming(TEXT), "before its end mark"),
         (answering(503, {"error": "loading"}), "HTTP 503"),
@@ -529,10 +542,8 @@ def test_answers_that_may_still_come(
     server: Server, behaviour: Callable[[Handler], None], message: str
 ) -> None:
     server.behaviour = behaviour
-    begin = time.monotonic()
     with pytest.raises(NotYetError, match=message):
-        ask(server, seconds=0.5)
-    assert time.monotonic() - begin < 1.5
+        ask(server)
 
 
 def test_nobody_listens() -> None:
@@ -578,7 +589,7 @@ OURS = unit(main_pid=os.getpid())
 def wait(
     server_port: int,
     system: StandInSystem,
-    seconds: float = 5.0,
+    seconds: float = AT_ONCE,
     question: Question = QUESTION,
     pause: Callable[[float], None] = lambda _: time.sleep(0.01),
 ) -> Any:
@@ -628,8 +639,8 @@ def test_old_process_that_is_being_replaced_does_not_count(server: Server) -> No
 def test_failed_unit_ends_the_wait_at_once() -> None:
     failed = unit(active_state="failed", sub_state="failed", result="exit-code", main_pid=0)
     begin = time.monotonic()
-    message = failing(1, StandInSystem(OURS, OURS, failed, log="ValueError: no such file"), 60)
-    assert time.monotonic() - begin < 5
+    message = failing(1, StandInSystem(OURS, OURS, failed, log="ValueError: no such file"), FOREVER)
+    assert time.monotonic() - begin < AT_ONCE
     assert "result exit-code" in message
     assert "journal of vllm-glm5.service:\nValueError: no such file" in message
 
@@ -637,7 +648,7 @@ def test_failed_unit_ends_the_wait_at_once() -> None:
 def test_restarted_unit_shows_the_journal_of_the_run_that_ended() -> None:
     again = replace(OURS, restarts=1, invocation="b" * 32)
     system = StandInSystem(OURS, OURS, again)
-    message = failing(1, system, 60)
+    message = failing(1, system, FOREVER)
     assert "1 automatic restarts" in message
     assert system.asked == [INVOCATION]
 
@@ -649,12 +660,14 @@ def test_restarts_of_the_past_do_not_count(server: Server) -> None:
     system = StandInSystem(
         replace(past, job_pending=True), replace(OURS, main_pid=0), replace(OURS, restarts=1)
     )
-    assert "1 automatic restarts" in failing(server.port, system, 60)
+    assert "1 automatic restarts" in failing(server.port, system, FOREVER)
 
 
 def test_unit_that_does_not_exist() -> None:
-    assert "not loaded (not-found)" in failing(1, StandInSystem(unit(load_state="not-found")), 60)
-    assert "systemd does not answer" in failing(1, StandInSystem(unit(load_state="")), 60)
+    assert "not loaded (not-found)" in failing(
+        1, StandInSystem(unit(load_state="not-found")), FOREVER
+    )
+    assert "systemd does not answer" in failing(1, StandInSystem(unit(load_state="")), FOREVER)
 
 
 def test_deadline_says_what_was_awaited(server: Server) -> None:
@@ -676,20 +689,20 @@ def test_silent_server_is_cut_at_the_deadline(server: Server) -> None:
     server.behaviour = stall_in_stream
     begin = time.monotonic()
     assert "within the deadline" in failing(server.port, StandInSystem(OURS), 0.5)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < AT_ONCE
 
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
     """A process that is neither ours nor below us: the unit stood in for in the other tests."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
     process.wait()
 
 
 def test_foreign_process_on_the_port(server: Server, stranger: subprocess.Popen[bytes]) -> None:
-    message = failing(server.port, StandInSystem(unit(main_pid=stranger.pid)), 60)
+    message = failing(server.port, StandInSystem(unit(main_pid=stranger.pid)), FOREVER)
     assert f"port {server.port} is held by PID {os.getpid()} (" in message
     assert "python" in message
     assert f"MainPID {stranger.pid}" in message or f"PID {stranger.pid}" in message
@@ -700,7 +713,7 @@ def test_listener_in_a_child_of_the_unit() -> None:
     code = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', "
         '\'import socket,time; s=socket.create_server(("127.0.0.1",0)); '
-        "print(s.getsockname()[1], flush=True); time.sleep(60)'])"
+        "print(s.getsockname()[1], flush=True); time.sleep(600)'])"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -718,7 +731,7 @@ def test_listener_in_a_child_of_the_unit() -> None:
 
 def test_failed_unit_and_the_process_that_took_its_port(server: Server) -> None:
     failed = unit(active_state="failed", sub_state="failed", main_pid=0, control_group="")
-    message = failing(server.port, StandInSystem(failed), 60)
+    message = failing(server.port, StandInSystem(failed), FOREVER)
     assert "does not run" in message
     assert f"port {server.port} is held by PID {os.getpid()}" in message
 
