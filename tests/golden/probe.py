@@ -18,6 +18,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -60,7 +61,10 @@ def _faults(llm: Any, path: Path) -> list[str]:
     files = {t.name: t for shard in shards(path) for t in gguf.GGUFReader(shard).tensors}
     worker = llm.llm_engine.model_executor.driver_worker.worker
     faults = []
-    tied = worker.model_config.hf_config.tie_word_embeddings
+    config = worker.model_config.hf_config
+    if any("MTP" in name for name in config.architectures):
+        faults.append(f"the target's configuration is a draft's: {config.architectures}")
+    tied = config.tie_word_embeddings
     if tied != ("output.weight" not in files):
         faults.append(f"tie_word_embeddings is {tied}")
 
@@ -71,6 +75,11 @@ def _faults(llm: Any, path: Path) -> list[str]:
     for number in range(model.config.num_hidden_layers):
         indexer = model.model.layers[number].self_attn.indexer
         name = f"blk.{number}.indexer."
+        parts = ("attn_q_b.weight", "attn_k.weight", "proj.weight", "k_norm.weight", "k_norm.bias")
+        missing = [name + part for part in parts if name + part not in files]
+        if missing:
+            faults.append(f"the engine serves without {', '.join(missing)}")
+            continue
         # on the CPU the weight itself is packed after loading; what it does is not
         projection = indexer.wk_weights_proj(torch.eye(model.config.hidden_size))[0].T
         pairs = {
@@ -93,6 +102,108 @@ def _faults(llm: Any, path: Path) -> list[str]:
             if loaded.shape != wanted.shape or not torch.equal(loaded, wanted)
         ]
     return faults
+
+
+# Tensors that ranks share out; every rank reads the others whole.
+_SHARED_OUT = re.compile(
+    r"token_embd|output|blk\.\d+\.(attn_q_b|attn_output|ffn_(gate|up|down)(_exps|_shexp)?)"
+)
+
+
+def _record_reads(path: Path) -> None:
+    """Write the bytes of the file that this rank reads for a model to ``path``, one line a model.
+
+    A tensor that the plugin hands on in memory of its own was read whole; of a view of the mapped
+    file, what PyTorch or gguf takes as an operand is read.
+    """
+    import gguf
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm_gguf_plugin import loader
+    from vllm_gguf_plugin.weights_adapter import default
+
+    mapped: list[tuple[int, int]] = []
+    count = 0
+
+    def in_file(address: int) -> bool:
+        return any(begin <= address < end for begin, end in mapped)
+
+    class Operands(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal count
+            if not function.is_view:
+                count += sum(
+                    argument.nbytes
+                    for argument in args
+                    if isinstance(argument, torch.Tensor)
+                    and argument.device.type == "cpu"
+                    and in_file(argument.data_ptr())
+                )
+            return function(*args, **(kwargs or {}))
+
+    iterate, load, dequantize = (
+        default.gguf_quant_weights_iterator_multi,
+        loader.GGUFModelLoader.load_model,
+        gguf.dequantize,
+    )
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        weights = iterate(*args, **kwargs)
+        while True:
+            before = count
+            name, weight = next(weights, (None, None))
+            if weight is None:
+                return
+            count = before  # a copy that was made in there counts below, once
+            if not mapped or not in_file(weight.data_ptr()):
+                mapped[:] = [
+                    tuple(int(part, 16) for part in line.split()[0].split("-"))
+                    for line in Path("/proc/self/maps").read_text().splitlines()
+                    if line.endswith(".gguf")
+                ]
+            if weight.ndim and not in_file(weight.data_ptr()):
+                count += weight.nbytes
+            yield name, weight
+
+    def counted_dequantize(data: Any, quant_type: Any) -> Any:
+        nonlocal count
+        count += data.nbytes if in_file(data.ctypes.data) else 0
+        return dequantize(data, quant_type)
+
+    def counted_load(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count = 0
+        with Operands():
+            model = load(*args, **kwargs)
+        with path.open("a") as file:
+            file.write(json.dumps([get_tensor_model_parallel_rank(), count]) + "\n")
+        return model
+
+    default.gguf_quant_weights_iterator_multi = counted
+    loader.GGUFModelLoader.load_model = counted_load
+    gguf.dequantize = counted_dequantize
+
+
+def _bytes_to_read(path: Path, layers: int, ranks: int) -> int:
+    """Bytes of the file's first ``layers`` layers that one of ``ranks`` ranks needs."""
+    import gguf
+    from reference import shards
+
+    whole = shared_out = 0
+    for shard in shards(path):
+        for tensor in gguf.GGUFReader(shard).tensors:
+            block = re.match(r"blk\.(\d+)\.", tensor.name)
+            if block and int(block[1]) >= layers:
+                continue
+            if _SHARED_OUT.fullmatch(tensor.name.removesuffix(".weight")):
+                shared_out += int(tensor.n_bytes)
+            else:
+                whole += int(tensor.n_bytes)
+    return whole + shared_out // ranks
 
 
 def _record_drafts(path: Path) -> None:
@@ -133,8 +244,11 @@ def _engine(job: dict[str, Any]) -> dict[str, Any]:
         "disable_log_stats": True,
         **job["arguments"],
     }
+    reads = Path(job["result"]).with_suffix(".reads")
     if "speculative_config" in arguments:
         _record_drafts(drafts)
+    else:
+        _record_reads(reads)
     # vLLM's CPU platform spawns workers, and each would import everything again
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     started = time.monotonic()
@@ -177,8 +291,17 @@ def _engine(job: dict[str, Any]) -> dict[str, Any]:
     }
     if drafts.exists():
         result["drafts"] = [json.loads(line) for line in drafts.read_text().splitlines()]
-    if arguments.get("tensor_parallel_size", 1) == 1:
-        result["faults"] = _faults(llm, path)
+    ranks = arguments.get("tensor_parallel_size", 1)
+    result["faults"] = _faults(llm, path) if ranks == 1 else []
+    if reads.exists():
+        layers = llm.llm_engine.model_config.hf_config.num_hidden_layers
+        wanted = _bytes_to_read(path, layers, ranks)
+        result["read_bytes"] = [json.loads(line) for line in reads.read_text().splitlines()]
+        result["faults"] += [
+            f"rank {rank} read {count} bytes of the file, not {wanted}"
+            for rank, count in result["read_bytes"]
+            if count != wanted
+        ]
     return result
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -38,6 +40,7 @@ from cases import (
     VLLM_CPU,
     WRONG,
     Case,
+    Damage,
 )
 
 _JOB_SECONDS = 240
@@ -210,6 +213,8 @@ class Golden:
         model = self.settings.shards if case.shards else self.settings.model
         if model is None:
             return Outcome(False, 0, "no --shards given")
+        if case.damage is not None:
+            model = damaged(model, case.damage, self.work / f"{case.name}-model")
         cores = sorted(os.sched_getaffinity(0))
         ranks = case.tensor_parallel_size
         result, log, seconds = self.job(
@@ -247,6 +252,9 @@ class Golden:
             return difference > WRONG, f"largest difference {difference:.1e}, wrong as expected"
         faults += result.get("faults", [])
         measured = f"largest difference {difference:.1e}"
+        if "read_bytes" in result:
+            most = max(count for _, count in result["read_bytes"])
+            measured += f", {most / 1e6:.1f} MB read by a rank"
         if case.drafts:
             drafts = result.get("drafts", [])
             faults += draft_faults(drafts, wanted["drafts"], tolerance)
@@ -268,6 +276,25 @@ class Golden:
             time.monotonic() - started,
             ", ".join([f"largest difference {difference:.1e}", *faults]),
         )
+
+
+def damaged(model: Path, damage: Damage, folder: Path) -> Path:
+    """A copy of ``model`` with one tensor's record changed, configuration and tokenizer beside."""
+    shutil.copytree(model.parent, folder, ignore=lambda *_: [model.name])
+    content = bytearray(model.read_bytes())
+    name = damage.tensor.encode()
+    found = content.index(struct.pack("<Q", len(name)) + name) + 8
+    if damage.name is not None:
+        content[found : found + len(name)] = damage.name.encode()
+    if damage.quantization_type is not None:
+        # behind the name: the number of dimensions, each of them, the type (GGUF specification)
+        dimensions = struct.unpack_from("<I", content, found + len(name))[0]
+        struct.pack_into(
+            "<I", content, found + len(name) + 4 + 8 * dimensions, damage.quantization_type
+        )
+    copy = folder / model.name
+    copy.write_bytes(content)
+    return copy
 
 
 def ask(base_url: str, name: str, prompt: list[int]) -> dict[str, Any]:
