@@ -22,6 +22,20 @@ options:
   environment: {description: Directory of the environment., type: path, required: true}
   tensor_parallel_size: {description: Ranks of the plan., type: int, required: true}
   max_model_len: {description: Longest context in tokens., type: int, required: true}
+  options:
+    description: All options of C(vllm serve), names with dashes or underscores.
+    type: dict
+    default: {}
+  quantization_types:
+    description: Types that the stack's loader has kernels for.
+    type: list
+    elements: str
+    required: true
+  expert_quantization_types:
+    description: Those of them that its expert kernels take.
+    type: list
+    elements: str
+    required: true
   model_source: {description: Any shard of the set; may be empty., type: str, required: true}
   model: {description: Path of the merged file., type: path, required: true}
   companions:
@@ -49,6 +63,9 @@ EXAMPLES = r"""
     environment: /opt/gpubox/environments/0123456789abcdef
     tensor_parallel_size: 8
     max_model_len: 131072
+    options: {dtype: bfloat16, kv_cache_dtype: fp8}
+    quantization_types: [F32, Q4_K, Q8_0]
+    expert_quantization_types: [Q4_K, Q8_0]
     model_source: /shared/shards/GLM-5-00001-of-00010.gguf
     model: /shared/glm5-gguf/GLM-5.gguf
     companions: [config.json, tokenizer.json]
@@ -75,6 +92,7 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpubox import preflight
 from ansible.module_utils.gpubox.errors import GpuboxError
+from ansible.module_utils.gpubox.gguf import Header
 from ansible.module_utils.gpubox.gguf_merge import read_set, shard_paths
 from ansible.module_utils.gpubox.readiness import port_listeners
 from ansible.module_utils.gpubox.units import unit_properties
@@ -108,12 +126,18 @@ def shard_bytes(source: Path) -> int:
     return sum(path.stat().st_size for path in source.parent.iterdir() if path.match(pattern))
 
 
-def shard_faults(source: Path) -> list[GpuboxError]:
-    """What is wrong with the set that ``source`` is a shard of, from the headers alone."""
+def read_headers(source: Path) -> tuple[list[Header], list[GpuboxError]]:
+    """Headers of the set that ``source`` is a shard of, and what is wrong with it."""
     try:
-        return read_set(shard_paths(source))[1]
+        return read_set(shard_paths(source))
     except GpuboxError as error:
-        return [error]
+        return [], [error]
+
+
+def architecture_of(headers: list[Header]) -> str | None:
+    """``general.architecture`` of the first header that says it."""
+    entries = [header.keys.get("general.architecture") for header in headers]
+    return next((str(entry.value) for entry in entries if entry is not None), None)
 
 
 def text_of(path: Path) -> str | None:
@@ -163,10 +187,13 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
     merge = (
         shard_bytes(source) if source is not None and source_exists and not model.exists() else 0
     )
-    # headers only, and not again once the merged file is there and the merge knows it
-    looked_at = source if source is not None and source_exists and not model.exists() else None
-    if source is None and model.exists():
-        looked_at = model
+    # headers only: of what is served, or of what it will be made of
+    headers, faults = [], []
+    if model.exists():
+        headers, faults = read_headers(model)
+    elif source is not None and source_exists:
+        headers, faults = read_headers(source)
+    config = read_config(*([source.parent] if source is not None else []), model.parent)
     folders = [source.parent] if source is not None else []
     missing = [
         name
@@ -179,15 +206,27 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         *preflight.check_host(init, facts.get("os_release"), facts.get("architecture")),
         *preflight.check_device(given["stack"], given["stack_device"], given["device"]),
         *preflight.check_model(
-            read_config(*folders, model.parent),
+            config,
             given["device"],
             given["tensor_parallel_size"],
             given["max_model_len"],
         ),
+        *preflight.check_options(
+            given["options"],
+            config,
+            [str(gpu.get("compute_capability")) for gpu in facts.get("gpus") or []],
+        ),
         *preflight.check_space("environment", str(environment), needed, free_bytes(environment)),
         *preflight.check_space("merged model", str(model), merge, free_bytes(model)),
         *preflight.check_source(str(source or ""), source_exists, str(model), model.exists()),
-        *preflight.check_shards(shard_faults(looked_at) if looked_at is not None else []),
+        *preflight.check_shards(faults),
+        *preflight.check_tensors(
+            architecture_of(headers),
+            {one.name: one.quantization_type.name for header in headers for one in header.tensors},
+            given["quantization_types"],
+            given["expert_quantization_types"],
+            config,
+        ),
         *preflight.check_companions(
             missing if source_exists or model.exists() else [],
             [str(folder) for folder in dict.fromkeys([*folders, model.parent])],
@@ -215,6 +254,9 @@ def main() -> None:
             "environment": {"type": "path", "required": True},
             "tensor_parallel_size": {"type": "int", "required": True},
             "max_model_len": {"type": "int", "required": True},
+            "options": {"type": "dict", "default": {}},
+            "quantization_types": {"type": "list", "elements": "str", "required": True},
+            "expert_quantization_types": {"type": "list", "elements": "str", "required": True},
             "model_source": {"type": "str", "required": True},
             "model": {"type": "path", "required": True},
             "companions": {"type": "list", "elements": "str", "default": []},

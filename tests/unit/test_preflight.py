@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from gpubox import preflight
 from gpubox.errors import GpuboxError
 from gpubox.preflight import GIB, Finding
@@ -62,12 +63,116 @@ def test_a_stack_of_the_other_device_is_refused(wanted: str, box: str, named: st
         ({"max_position_embeddings": 4096}, "cuda", 1, 4097, ["context"]),
         ({"n_routed_experts": 168, "num_experts": 256}, "cuda", 1, 1, ["config"]),
         ({"n_routed_experts": 256, "num_experts": 256}, "cuda", 1, 1, []),
+        ({"index_n_heads": 32}, "cuda", 1, 1, []),
+        ({"index_n_heads": 4}, "cuda", 1, 1, ["config"]),
+        ({"index_n_heads": 4}, "cpu", 1, 1, []),
     ],
 )
 def test_the_plan_against_config_json(
     config: dict[str, Any] | None, device: str, size: int, length: int, expected: list[str]
 ) -> None:
     assert checks(preflight.check_model(config, device, size, length)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, None),
+        ({"kv-cache-dtype": "fp8_ds_mla", "block_size": 128}, None),
+        ({"dtype": "float16"}, "dtype float16"),
+        ({"kv-cache-dtype": "bfloat16"}, "kv_cache_dtype bfloat16"),
+        ({"block_size": 32}, "block_size 32"),
+        ({"block-size": "big"}, "block_size big"),
+        ({"decode_context_parallel_size": 8}, "decode_context_parallel_size 8"),
+    ],
+)
+def test_options_that_no_backend_of_these_cards_takes(
+    options: dict[str, Any], said: str | None
+) -> None:
+    found = preflight.check_options(options, None, ["12.0", "12.0"])
+    assert [finding.measured for finding in found] == ([said] if said else [])
+    assert preflight.check_options(options, None, ["9.0"]) == []
+    assert preflight.check_options(options, None, []) == []
+
+
+def test_the_kernel_of_these_cards_knows_one_index_topk() -> None:
+    assert preflight.check_options({}, {"index_topk": 2048}, ["12.0"]) == []
+    (finding,) = preflight.check_options({}, {"index_topk": 1024}, ["12.0"])
+    assert finding.measured == "index_topk 1024"
+
+
+STACKS = sorted((Path(__file__).resolve().parents[2] / "stacks").glob("*.yml"))
+
+
+def tensors_of(*layers: int, **changed: str | None) -> dict[str, str]:
+    """Tensors by name; ``changed`` names a part with _ for ., and None leaves it out."""
+    parts = {
+        **dict.fromkeys((f"indexer.{part}" for part in preflight.INDEXER), "F32"),
+        "attn_output.weight": "Q5_K",
+        "ffn_gate_exps.weight": "Q4_K",
+        "ffn_up_exps.weight": "Q4_K",
+        "ffn_down_exps.weight": "Q5_K",
+    }
+    for name, kind in changed.items():
+        part = next(part for part in parts if part.replace(".", "_") == name)
+        if kind is None:
+            del parts[part]
+        else:
+            parts[part] = kind
+    return {f"blk.{layer}.{part}": kind for layer in layers for part, kind in parts.items()}
+
+
+@pytest.mark.parametrize("stack", STACKS, ids=[path.stem for path in STACKS])
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({}, None),
+        (tensors_of(0, 1, 2), None),
+        (tensors_of(0, attn_output_weight="MXFP4"), "1 tensors of type MXFP4"),
+        (tensors_of(0, 1, attn_output_weight="NVFP4"), "2 tensors of type NVFP4"),
+        (tensors_of(0, attn_output_weight="BF16"), None),
+        (tensors_of(0, ffn_down_exps_weight="BF16"), "1 tensors of type BF16"),
+        (tensors_of(3, ffn_up_exps_weight="Q5_K"), "two types in layers 3 (Q4_K, Q5_K)"),
+        (tensors_of(0, indexer_proj_weight=None), "the first is blk.0.indexer.proj.weight"),
+    ],
+)
+def test_tensors_that_the_loader_cannot_take(
+    stack: Path, tensors: dict[str, str], said: str | None
+) -> None:
+    types = yaml.safe_load(stack.read_text())["quantization_types"]
+    allowed = types["experts"] + types["elsewhere"]
+    found = preflight.check_tensors("glm-dsa", tensors, allowed, types["experts"])
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0].measured
+
+
+def test_a_layer_may_share_the_indexer_of_another() -> None:
+    tensors = tensors_of(0) | tensors_of(1, indexer_proj_weight=None)
+    for indexers, faults in ((["full", "shared"], 0), (["full", "full"], 1), ("nonsense", 1)):
+        config = {"indexer_types": indexers}
+        types = ["F32", "Q4_K", "Q5_K"]
+        assert len(preflight.check_tensors("glm-dsa", tensors, types, types, config)) == faults
+
+
+def test_another_architecture_is_refused() -> None:
+    for architecture in ("llama", None):
+        found = preflight.check_tensors(architecture, {"output.weight": "F32"}, ["F32"], [])
+        assert [finding.wanted for finding in found] == ["glm-dsa"]
+
+
+@given(
+    st.none() | st.text(),
+    st.dictionaries(
+        st.text()
+        | st.from_regex(
+            r"blk\.[0-9a-f]{1,3}\.(indexer\.proj|ffn_up_exps|x)\.weight", fullmatch=True
+        ),
+        st.sampled_from(["F32", "Q4_K", "MXFP4"]),
+    ),
+)
+def test_no_tensors_break_it(architecture: str | None, tensors: dict[str, str]) -> None:
+    for finding in preflight.check_tensors(architecture, tensors, ["F32"], ["Q4_K"]):
+        assert finding.severity == "error"
 
 
 def test_space_counts_the_reserve() -> None:
@@ -141,11 +246,11 @@ def test_a_file_where_a_directory_belongs_is_named(tmp_path: Path) -> None:
 def test_a_source_that_is_no_gguf_is_seen_by_its_header(tmp_path: Path, content: bytes) -> None:
     source = tmp_path / "model.gguf"
     source.write_bytes(content)
-    assert len(module.shard_faults(source)) == 1
+    assert len(module.read_headers(source)[1]) == 1
 
 
 def test_a_missing_shard_is_seen_before_the_merge(tmp_path: Path) -> None:
-    faults = module.shard_faults(tmp_path / "m-00001-of-00002.gguf")
+    _, faults = module.read_headers(tmp_path / "m-00001-of-00002.gguf")
     assert "m-00002-of-00002.gguf" in " ".join(str(fault) for fault in faults)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +15,18 @@ GIB = 1024**3
 ENVIRONMENT_BYTES = {"cpu": 4 * GIB, "cuda": 16 * GIB}
 # Left free besides what is needed, so that a full disk is refused and not met.
 RESERVE_BYTES = GIB
+# llama.cpp's name of GLM-5's architecture, and what it calls the tensors that are looked at
+ARCHITECTURE = "glm-dsa"
+INDEXER = ("attn_q_b.weight", "attn_k.weight", "k_norm.weight", "k_norm.bias", "proj.weight")
+GATE_AND_UP = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
+INDEX_HEADS = (32, 64)
+# vLLM 0.33.0, flashinfer_mla_sparse.py: what FLASHINFER_MLA_SPARSE_SM120 supports
+SM120_OPTIONS = {
+    "dtype": ("auto", "bfloat16"),
+    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"),
+}
+SM120_INDEX_TOPK = 2048
 
 
 @dataclass(frozen=True)
@@ -134,6 +147,17 @@ def check_model(
                 "remove the stale num_experts from config.json",
             )
         )
+    index_heads = config.get("index_n_heads")
+    if device == "cuda" and isinstance(index_heads, int) and index_heads not in INDEX_HEADS:
+        found.append(
+            Finding(
+                "error",
+                "config",
+                f"index_n_heads {index_heads}",
+                "32 or 64 heads of the indexer: DeepGEMM computes it on a GPU and has no others",
+                "serve a model with GLM-5's own indexer",
+            )
+        )
     top = config.get("index_topk")
     if device == "cpu" and isinstance(top, int) and max_model_len > top:
         found.append(
@@ -158,6 +182,130 @@ def check_model(
             )
         )
     return found
+
+
+def check_options(
+    options: Mapping[str, Any], config: Mapping[str, Any] | None, capabilities: Iterable[str]
+) -> list[Finding]:
+    """Options of ``vllm serve`` that no attention backend takes on compute capability 12.x.
+
+    The rules are those of vLLM's own selector (tests/gpu/selector.py holds them to it).
+
+    Args:
+        options: all options, by name with dashes or underscores.
+        config: config.json, None when it is not there yet.
+        capabilities: of the cards, such as ``12.0``; others than 12.x are not judged.
+    """
+    if not any(capability.startswith("12.") for capability in capabilities):
+        return []
+    given = {name.replace("-", "_"): value for name, value in options.items()}
+    found = []
+    for name, allowed in SM120_OPTIONS.items():
+        value = given.get(name)
+        if value is not None and str(value) not in allowed:
+            found.append((f"{name} {value}", f"one of: {', '.join(allowed)}", name))
+    size = given.get("block_size")
+    if size is not None and (not isinstance(size, int) or size % 64):
+        found.append((f"block_size {size}", "a multiple of 64 tokens", "block_size"))
+    ranks = given.get("decode_context_parallel_size")
+    if ranks not in (None, 1):
+        found.append(
+            (
+                f"decode_context_parallel_size {ranks}",
+                "1: the backend of these cards cannot join parts of a context",
+                "decode_context_parallel_size",
+            )
+        )
+    findings = [
+        Finding("error", "options", measured, wanted, f"correct {name} in serving_options")
+        for measured, wanted, name in found
+    ]
+    top = (config or {}).get("index_topk")
+    if isinstance(top, int) and top != SM120_INDEX_TOPK:
+        findings.append(
+            Finding(
+                "error",
+                "config",
+                f"index_topk {top}",
+                f"{SM120_INDEX_TOPK}: FlashInfer's kernel for these cards has no other",
+                "serve a model with GLM-5's own indexer",
+            )
+        )
+    return findings
+
+
+def check_tensors(
+    architecture: str | None,
+    tensors: Mapping[str, str],
+    types: Iterable[str],
+    expert_types: Iterable[str],
+    config: Mapping[str, Any] | None = None,
+) -> list[Finding]:
+    """What the stack's loader makes of the GGUF's tensors.
+
+    The server's own loader refuses the same (patch 0017), but only once it has been installed and
+    the shards have been merged.
+
+    Args:
+        architecture: ``general.architecture``, None when no header says it.
+        tensors: name to quantization type, of all shards; empty when there is no model yet.
+        types: quantization types that the loader has kernels for.
+        expert_types: those of them that its expert kernels take.
+        config: config.json; its ``indexer_types`` says which layers share another one's indexer.
+    """
+    if not tensors:
+        return []
+    indexers = (config or {}).get("indexer_types")
+    indexers = indexers if isinstance(indexers, list) else []
+    found = []
+    if architecture != ARCHITECTURE:
+        found.append((f"architecture {architecture or 'unknown'}", ARCHITECTURE, "serve GLM-5"))
+    by_type: dict[str, list[str]] = {}
+    allowed, expert_allowed = set(types), set(expert_types)
+    wanted = f"for experts one of: {', '.join(sorted(expert_allowed))}; elsewhere also: "
+    wanted += ", ".join(sorted(allowed - expert_allowed))
+    for name, kind in tensors.items():
+        if kind not in (expert_allowed if name.endswith("_exps.weight") else allowed):
+            by_type.setdefault(kind, []).append(name)
+    for kind, names in sorted(by_type.items()):
+        found.append(
+            (
+                f"{len(names)} tensors of type {kind}, the first is {names[0]}",
+                wanted,
+                "take another quantization of the model",
+            )
+        )
+    layers = sorted({int(match[1]) for name in tensors if (match := _LAYER.match(name))})
+    mixed = [
+        f"{layer} ({kinds[0]}, {kinds[1]})"
+        for layer in layers
+        if None not in (kinds := [tensors.get(f"blk.{layer}.{part}") for part in GATE_AND_UP])
+        and kinds[0] != kinds[1]
+    ]
+    if mixed:
+        found.append(
+            (
+                f"gate and up experts of two types in layers {', '.join(mixed)}",
+                "one type: they are one matrix in vLLM",
+                "take another quantization of the model",
+            )
+        )
+    missing = [
+        name
+        for layer in layers
+        if layer >= len(indexers) or indexers[layer] != "shared"
+        for part in INDEXER
+        if (name := f"blk.{layer}.indexer.{part}") not in tensors
+    ]
+    if missing and architecture == ARCHITECTURE:
+        found.append(
+            (
+                f"{len(missing)} tensors of the indexer are missing, the first is {missing[0]}",
+                "an indexer in every layer: without it sparse attention picks tokens at random",
+                "take a file that was converted with the indexer's tensors",
+            )
+        )
+    return [Finding("error", "model", *parts) for parts in found]
 
 
 def check_space(purpose: str, path: str, needed: int, free: int) -> list[Finding]:
