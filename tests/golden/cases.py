@@ -3,7 +3,7 @@
 
 ``symptom`` of a case that must break is a text that the engine's error or a fault of the loaded
 model has to contain, or ``wrong``: the engine serves, and its numbers are wrong. A case that breaks
-in any other way fails.
+in any other way fails. ``dependants`` are patches that need the one left out, and go with it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Case:
     tensor_parallel_size: int = 1
     arguments: dict[str, Any] = field(default_factory=dict)
     left_out: str | None = None
+    dependants: tuple[str, ...] = ()
     damage: Damage | None = None
     symptom: str | None = None
     about: str = ""
@@ -125,6 +126,7 @@ CASES = [
     Case(
         "without-0005",
         left_out=f"{PLUGIN}/0005",
+        dependants=(f"{PLUGIN}/0017",),
         symptom="Unknown gguf model_type: glm_moe_dsa",
         about="no adapter for the architecture",
     ),
@@ -149,6 +151,7 @@ CASES = [
     Case(
         "without-0009",
         left_out=f"{PLUGIN}/0009",
+        dependants=(f"{PLUGIN}/0017",),
         arguments={"speculative_config": MTP},
         symptom="weights missing from checkpoint",
         about="the MTP layer's tensors have no names",

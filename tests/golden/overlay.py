@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 _HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
@@ -90,17 +91,17 @@ def package_before(site_packages: Path, package: str, patches: list[Path], targe
 
 
 def package_without(
-    site_packages: Path, package: str, stack: list[Path], left_out: str, target: Path
+    site_packages: Path, package: str, stack: list[Path], left_out: Sequence[str], target: Path
 ) -> Path:
-    """Copy the Python files of ``package`` to ``target`` and leave one patch of ``stack`` out.
+    """Copy the Python files of ``package`` to ``target`` and leave patches of ``stack`` out.
 
-    ``left_out`` is ``<series folder name>/<first four digits>``. Returns ``target``, to be put in
-    front of sys.path. Raises ValueError when the installed package does not hold the whole stack.
+    ``left_out`` holds ``<series folder name>/<first four digits>``. Returns ``target``, which belongs
+    in front of sys.path. Raises ValueError when the installed package does not hold the whole stack.
     """
     package_before(site_packages, package, stack, target)
-    kept = [p for p in stack if f"{p.parent.name}/{p.name[:4]}" != left_out]
-    if len(kept) != len(stack) - 1:
-        raise ValueError(f"{left_out} is not one patch of the stack")
+    kept = [p for p in stack if f"{p.parent.name}/{p.name[:4]}" not in left_out]
+    if len(kept) != len(stack) - len(left_out):
+        raise ValueError(f"{left_out} are not patches of the stack")
     for patch in kept:
         apply(target, patch)
     return target

@@ -199,7 +199,7 @@ class Golden:
             for patch in overlay.series(self.settings.patches / name)
         ]
         made = overlay.package_without(
-            self.site_packages, "vllm_gguf_plugin", stack, case.left_out, target
+            self.site_packages, "vllm_gguf_plugin", stack, [case.left_out, *case.dependants], target
         )
         return {"overlay": str(made)}
 
