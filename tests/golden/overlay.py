@@ -95,8 +95,9 @@ def package_without(
 ) -> Path:
     """Copy the Python files of ``package`` to ``target`` and leave patches of ``stack`` out.
 
-    ``left_out`` holds ``<series folder name>/<first four digits>``. Returns ``target``, which belongs
-    in front of sys.path. Raises ValueError when the installed package does not hold the whole stack.
+    ``left_out`` holds ``<series folder name>/<first four digits>``. Returns ``target``, which
+    belongs in front of sys.path. Raises ValueError when the installed package does not hold the
+    whole stack.
     """
     package_before(site_packages, package, stack, target)
     kept = [p for p in stack if f"{p.parent.name}/{p.name[:4]}" not in left_out]

@@ -280,7 +280,7 @@ class Golden:
 
 def damaged(model: Path, damage: Damage, folder: Path) -> Path:
     """A copy of ``model`` with one tensor's record changed, configuration and tokenizer beside."""
-    shutil.copytree(model.parent, folder, ignore=lambda *_: [model.name])
+    shutil.copytree(model.parent, folder, ignore=lambda *_: [model.name], dirs_exist_ok=True)
     content = bytearray(model.read_bytes())
     name = damage.tensor.encode()
     found = content.index(struct.pack("<Q", len(name)) + name) + 8
