@@ -40,9 +40,17 @@ hardware:
       C(source).
     - C(nvidia_devices) and C(nvswitch_devices) list address, class, device_id, name and revision
       (C(ff) when a device does not answer any more) of what is on the PCI bus.
-    - C(gpus) lists index, address, name, uuid, memory_total_mib, compute_capability and
-      driver_version of what nvidia-smi sees, C(nvidia_smi_messages) what it says besides,
+    - C(gpus) lists index, address, name, uuid, memory_total_mib, memory_used_mib,
+      compute_capability, driver_version, pcie_generation, pcie_width (each also with C(_max)),
+      ecc_current, ecc_pending, mig_current and mig_pending (enabled or disabled) of what nvidia-smi
+      sees; null where it does not say. C(nvidia_smi_messages) is what it says besides,
       C(driver_gpus) the addresses that the loaded module has.
+    - C(gpu_processes) lists address, pid, name and memory_used_mib of what holds memory of a card;
+      C(gpu_links) maps address to address to class (nvlink, pcie_switch, pcie_socket or
+      pcie_cross_socket).
+    - C(kernel_boot) is the newest kernel in /boot, C(dkms) lists module, version, kernel and state,
+      C(module_installed) is version, flavour and signer of the module that would be loaded now,
+      C(secure_boot) whether the firmware refuses modules of unknown signers.
     - C(driver_loaded) and C(driver_flavour) (open or proprietary) are of the loaded module,
       C(driver_installed) is the version of the installed libraries, C(driver_packages) all packages
       of the driver.

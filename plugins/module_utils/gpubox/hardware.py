@@ -12,7 +12,7 @@ import csv
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +31,27 @@ SMI_FIELDS = (
     "compute_cap",
     "driver_version",
 )
+# nvidia-smi refuses the whole query when an older driver does not know one of them
+SMI_MORE_FIELDS = (
+    "memory.used",
+    "pcie.link.gen.current",
+    "pcie.link.gen.max",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "ecc.mode.current",
+    "ecc.mode.pending",
+    "mig.mode.current",
+    "mig.mode.pending",
+)
+SMI_APPLICATION_FIELDS = ("gpu_bus_id", "pid", "process_name", "used_memory")
+# Classes of `nvidia-smi topo -m` (its own legend), in our words
+LINKS = {
+    "PIX": "pcie_switch",
+    "PXB": "pcie_switch",
+    "PHB": "pcie_socket",
+    "NODE": "pcie_socket",
+    "SYS": "pcie_cross_socket",
+}
 MIB = 1024**2
 # dpkg patterns of a driver in Ubuntu's archive, in Debian's and in NVIDIA's repository
 DRIVER_PATTERNS = (
@@ -57,6 +78,10 @@ _LSPCI = re.compile(
     r"(?P<name>.*) \[(?P<vendor>[0-9a-f]{4}):(?P<device>[0-9a-f]{4})\]"
     r"(?: \(rev (?P<revision>[0-9a-f]{2})\))?",
     re.IGNORECASE,
+)
+_DKMS = re.compile(
+    r"(?P<module>[\w.+-]+)(?:/|, )(?P<version>[\w.+~:-]+), (?P<kernel>[\w.+~-]+)"
+    r"(?:, [\w-]+)?: (?P<state>\w+).*"
 )
 _DRIVER = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
 
@@ -188,6 +213,15 @@ class Gpu:
     memory_total_mib: int | None
     compute_capability: str | None
     driver_version: str | None
+    memory_used_mib: int | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    ecc_current: str | None = None
+    ecc_pending: str | None = None
+    mig_current: str | None = None
+    mig_pending: str | None = None
 
 
 def _cell(text: str) -> str | None:
@@ -202,6 +236,141 @@ def _whole(text: str | None, unit: str = "") -> int | None:
     """A whole number with its unit, None when it is none."""
     match = re.fullmatch(rf"([0-9]{{1,18}})(?: ?{unit})?", text or "")
     return int(match[1]) if match else None
+
+
+def _mode(text: str | None) -> str | None:
+    """``enabled`` or ``disabled``."""
+    word = (text or "").lower()
+    return word if word in ("enabled", "disabled") else None
+
+
+def parse_applications(text: str) -> list[dict[str, Any]]:
+    """Processes of ``nvidia-smi --query-compute-apps=... --format=csv``, by address and process.
+
+    Returns:
+        For each its ``address``, ``pid``, ``name`` and ``memory_used_mib`` (None when not told).
+    """
+    found = []
+    columns: list[str] = []
+    for line in strip_ansi(text).splitlines():
+        try:
+            cells = next(csv.reader([line], skipinitialspace=True))
+        except (csv.Error, StopIteration):
+            continue
+        names = [cell.partition("[")[0].strip() for cell in cells]
+        if "pid" in names and "gpu_bus_id" in names:
+            columns = names
+            continue
+        row = dict(zip(columns, map(_cell, cells), strict=False))
+        address = normalize_address(row.get("gpu_bus_id") or "")
+        pid = _whole(row.get("pid"))
+        if len(cells) == len(columns) and address and pid is not None:
+            memory = row.get("used_gpu_memory") or row.get("used_memory")
+            found.append(
+                {
+                    "address": address,
+                    "pid": pid,
+                    "name": row.get("process_name"),
+                    "memory_used_mib": _whole(memory, "MiB"),
+                }
+            )
+    return sorted(found, key=lambda one: (_address_key(one["address"]), one["pid"]))
+
+
+def parse_topology(text: str, addresses: Mapping[int, str]) -> dict[str, dict[str, str]] | None:
+    """Links of ``nvidia-smi topo -m``: address to address to class.
+
+    Args:
+        text: what it prints: rows and columns of GPUs and network cards, then affinities.
+        addresses: by nvidia-smi's index.
+
+    Returns:
+        Classes ``nvlink``, ``pcie_switch``, ``pcie_socket`` and ``pcie_cross_socket``; None when
+        the text holds no matrix. Cards without an address, and cells unlike those, are left out.
+    """
+    columns: list[str] = []
+    found: dict[str, dict[str, str]] | None = None
+    for line in strip_ansi(text).splitlines():
+        words = line.split()
+        if not words:
+            continue
+        if not columns and words[0] == "GPU0" and "X" not in words:
+            columns = words[: words.index("CPU")] if "CPU" in words else words
+            continue
+        here = _card_address(words[0], addresses)
+        if not columns or not words[0].startswith("GPU"):
+            continue
+        found = {} if found is None else found
+        if here is None:
+            continue
+        found[here] = {}
+        for column, cell in zip(columns, words[1:], strict=False):
+            there = _card_address(column, addresses)
+            link = "nvlink" if re.fullmatch(r"NV[0-9]+", cell) else LINKS.get(cell)
+            if there is not None and there != here and link is not None:
+                found[here][there] = link
+    return found
+
+
+def _card_address(word: str, addresses: Mapping[int, str]) -> str | None:
+    match = re.fullmatch(r"GPU([0-9]{1,4})", word)
+    return addresses.get(int(match[1])) if match else None
+
+
+def parse_dkms(text: str) -> list[dict[str, str]]:
+    """``dkms status``: module, version, kernel and state, in the order of the text.
+
+    Both forms are met: ``nvidia/590.48.01, 6.8.0-90-generic, x86_64: installed`` and, before dkms
+    3, ``nvidia, 535.129.03, …``. A module that is only added has no kernel and is left out.
+    """
+    found = []
+    for line in strip_ansi(text).splitlines():
+        match = _DKMS.fullmatch(line.strip())
+        if match:
+            found.append({name: match[name] for name in ("module", "version", "kernel", "state")})
+    return found
+
+
+def parse_modinfo(text: str) -> dict[str, str] | None:
+    """``modinfo nvidia``: version, flavour, signer ('' when unsigned); None without a version."""
+    values: dict[str, str] = {}
+    for line in strip_ansi(text).splitlines():
+        name, separator, value = line.partition(":")
+        if separator:
+            values.setdefault(name.strip(), value.strip())
+    if not values.get("version"):
+        return None
+    is_open = "GPL" in values.get("license", "")
+    return {
+        "version": values["version"],
+        "flavour": "open" if is_open else "proprietary",
+        "signer": values.get("signer", ""),
+    }
+
+
+def parse_secure_boot(text: str) -> bool | None:
+    """``mokutil --sb-state``; a system without EFI has none. None when it says neither."""
+    lowered = strip_ansi(text).lower()
+    if "secureboot enabled" in lowered:
+        return True
+    if any(sign in lowered for sign in ("secureboot disabled", "not supported", "doesn't support")):
+        return False
+    return None
+
+
+def newest_kernel(names: Iterable[str]) -> str | None:
+    """The version that GRUB starts by default: the newest of the ``vmlinuz-<version>`` names."""
+    versions = [
+        name.removeprefix("vmlinuz-")
+        for name in names
+        if name.startswith("vmlinuz-") and name != "vmlinuz-"
+    ]
+
+    def key(version: str) -> list[tuple[int, int, str]]:
+        parts = re.findall(r"[0-9]+|[a-zA-Z]+", version)
+        return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]
+
+    return max(versions, key=key, default=None)
 
 
 def parse_smi(text: str) -> tuple[list[Gpu] | None, list[str]]:
@@ -236,6 +405,15 @@ def parse_smi(text: str) -> tuple[list[Gpu] | None, list[str]]:
                     _whole(row.get("memory.total"), "MiB"),
                     row.get("compute_cap"),
                     row.get("driver_version"),
+                    _whole(row.get("memory.used"), "MiB"),
+                    _whole(row.get("pcie.link.gen.current")),
+                    _whole(row.get("pcie.link.gen.max")),
+                    _whole(row.get("pcie.link.width.current")),
+                    _whole(row.get("pcie.link.width.max")),
+                    _mode(row.get("ecc.mode.current")),
+                    _mode(row.get("ecc.mode.pending")),
+                    _mode(row.get("mig.mode.current")),
+                    _mode(row.get("mig.mode.pending")),
                 )
             )
         else:
@@ -459,16 +637,56 @@ class Box:
     def smi(self) -> dict[str, Fact]:
         """Cards that the driver's tool sees, and what it complains of."""
         source = "nvidia-smi --query-gpu"
-        output = self.run(["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv"])
-        if output.fault:
-            return dict.fromkeys(("gpus", "nvidia_smi_messages"), unknown(output.fault, source))
-        # the exit status is no evidence: it may be 0 with a card lost (field report D11)
-        cards, messages = parse_smi(output.stdout)
+        output, cards, messages = Output(), None, [""]
+        for fields in ((*SMI_FIELDS, *SMI_MORE_FIELDS), SMI_FIELDS):
+            output = self.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv"])
+            if output.fault:
+                names = ("gpus", "nvidia_smi_messages", "gpu_processes", "gpu_links")
+                return dict.fromkeys(names, unknown(output.fault, source))
+            # the exit status is no evidence: it may be 0 with a card lost (field report D11)
+            cards, messages = parse_smi(output.stdout)
+            if "not a valid field to query" not in output.stdout + output.stderr:
+                break
         messages += [line for line in strip_ansi(output.stderr).splitlines() if line.strip()]
         gpus = unknown(_tail(output), source)
         if cards is not None:
             gpus = known([asdict(card) for card in cards], source)
-        return {"gpus": gpus, "nvidia_smi_messages": known(messages, source)}
+        facts = {"gpus": gpus, "nvidia_smi_messages": known(messages, source)}
+        if not cards:
+            return facts | dict.fromkeys(
+                ("gpu_processes", "gpu_links"), unknown("nvidia-smi shows no card", source)
+            )
+        return facts | self._applications() | self._links(cards)
+
+    def _applications(self) -> dict[str, Fact]:
+        """Processes that hold memory of a card."""
+        source = "nvidia-smi --query-compute-apps"
+        output = self.run(
+            [
+                "nvidia-smi",
+                f"--query-compute-apps={','.join(SMI_APPLICATION_FIELDS)}",
+                "--format=csv",
+            ]
+        )
+        if "gpu_bus_id" not in output.stdout:
+            return {"gpu_processes": unknown(_tail(output), source)}
+        return {"gpu_processes": known(parse_applications(output.stdout), source)}
+
+    def _links(self, cards: Iterable[Gpu]) -> dict[str, Fact]:
+        """How the cards reach each other."""
+        source = "nvidia-smi topo -m"
+        output = self.run(["nvidia-smi", "topo", "-m"])
+        links = parse_topology(
+            output.stdout,
+            {
+                card.index: card.address
+                for card in cards
+                if card.index is not None and card.address is not None
+            },
+        )
+        return {
+            "gpu_links": unknown(_tail(output), source) if links is None else known(links, source)
+        }
 
     def driver(self) -> dict[str, Fact]:
         """The module that is loaded and the cards that it has."""
@@ -529,6 +747,38 @@ class Box:
             text = output.stdout.strip()
             usable = output.code == 0 and re.fullmatch(r"[\w.+~-]+", text)
             facts[name] = known(text, source) if usable else unknown(_tail(output), source)
+        return facts
+
+    def boot(self) -> dict[str, Fact]:
+        """What the next boot brings: kernel, modules built for it, Secure Boot."""
+        directory = self.root / "boot"
+        try:
+            newest = newest_kernel(entry.name for entry in directory.iterdir())
+            reason = f"{directory} has no vmlinuz-*"
+        except OSError as error:
+            newest, reason = None, f"{directory}: {error.strerror or error}"
+        facts = {
+            "kernel_boot": known(newest, str(directory))
+            if newest
+            else unknown(reason, str(directory))
+        }
+        dkms = self.run(["dkms", "status"])
+        facts["dkms"] = (
+            unknown(_tail(dkms), "dkms status")
+            if dkms.fault or dkms.code
+            else known(parse_dkms(dkms.stdout), "dkms status")
+        )
+        modinfo = self.run(["modinfo", "nvidia"])
+        module = parse_modinfo(modinfo.stdout) if not modinfo.fault else None
+        facts["module_installed"] = (
+            known(module, "modinfo nvidia") if module else unknown(_tail(modinfo), "modinfo nvidia")
+        )
+        source = "mokutil --sb-state"
+        mokutil = self.run(["mokutil", "--sb-state"])
+        secure = None if mokutil.fault else parse_secure_boot(mokutil.stdout + mokutil.stderr)
+        facts["secure_boot"] = (
+            unknown(_tail(mokutil), source) if secure is None else known(secure, source)
+        )
         return facts
 
     def os_release(self) -> dict[str, Fact]:
@@ -637,6 +887,7 @@ class Box:
             self.driver,
             self.packages,
             self.kernel,
+            self.boot,
             self.os_release,
             self.cpus,
             self.memory,
