@@ -19,6 +19,10 @@ options:
     type: str
     choices: [cpu, cuda]
     required: true
+  expected_gpus:
+    description: NVIDIA cards that the box is known to have; 0 when that was not said.
+    type: int
+    default: 0
   environment: {description: Directory of the environment., type: path, required: true}
   tensor_parallel_size: {description: Ranks of the plan., type: int, required: true}
   max_model_len: {description: Longest context in tokens., type: int, required: true}
@@ -58,6 +62,7 @@ EXAMPLES = r"""
   preflight:
     hardware: "{{ __hardware_facts }}"
     device: cuda
+    expected_gpus: 8
     stack: glm5-cu130
     stack_device: cuda
     environment: /opt/gpubox/environments/0123456789abcdef
@@ -94,6 +99,7 @@ from ansible.module_utils.gpubox import preflight
 from ansible.module_utils.gpubox.errors import GpuboxError
 from ansible.module_utils.gpubox.gguf import Header
 from ansible.module_utils.gpubox.gguf_merge import read_set, shard_paths
+from ansible.module_utils.gpubox.preflight_cards import check_cards, check_driver
 from ansible.module_utils.gpubox.readiness import port_listeners
 from ansible.module_utils.gpubox.units import unit_properties
 
@@ -146,6 +152,15 @@ def text_of(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+
+
+def processes_of(root: Path, group: str) -> set[int]:
+    """Process ids of a unit's control group, those below it included."""
+    if not group:
+        return set()
+    lists = (root / "sys/fs/cgroup" / group.lstrip("/")).rglob("cgroup.procs")
+    words = [word for path in lists for word in (text_of(path) or "").split()]
+    return {int(word) for word in words if word.isdecimal()}
 
 
 def no_directories(*paths: Path) -> list[str]:
@@ -205,6 +220,12 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
     return [
         *preflight.check_host(init, facts.get("os_release"), facts.get("architecture")),
         *preflight.check_device(given["stack"], given["stack_device"], given["device"]),
+        *check_cards(
+            given["hardware"],
+            given["expected_gpus"],
+            processes_of(root, state.get("ControlGroup", "")),
+        ),
+        *check_driver(given["hardware"]),
         *preflight.check_model(
             config,
             given["device"],
@@ -251,6 +272,7 @@ def main() -> None:
             "device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
             "stack": {"type": "str", "required": True},
             "stack_device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
+            "expected_gpus": {"type": "int", "default": 0},
             "environment": {"type": "path", "required": True},
             "tensor_parallel_size": {"type": "int", "required": True},
             "max_model_len": {"type": "int", "required": True},

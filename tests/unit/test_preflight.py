@@ -292,3 +292,14 @@ def test_no_config_json_breaks_it(config: dict[str, Any], size: int, length: int
         assert finding.severity == "error"
         assert finding.measured
         assert finding.remedy
+
+
+def test_our_own_processes_are_those_of_the_unit(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/system.slice/vllm-glm5.service"
+    (group / "below").mkdir(parents=True)
+    (group / "cgroup.procs").write_text("4711\n4712\n")
+    (group / "below/cgroup.procs").write_text("4713\n")
+    found = module.processes_of(tmp_path, "/system.slice/vllm-glm5.service")
+    assert found == {4711, 4712, 4713}
+    assert module.processes_of(tmp_path, "") == set()
+    assert module.processes_of(tmp_path, "/system.slice/other.service") == set()

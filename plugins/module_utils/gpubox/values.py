@@ -152,6 +152,7 @@ _RULES: dict[str, Rule] = {
     "gguf_model_file": _gguf_name,
     "gguf_model_source": _or_empty(_path),
     "hardware_root": _path,
+    "plan_expected_gpus": _whole(0, 64),
     "plan_max_model_len": _whole(1),
     "plan_speculative_tokens": _whole(0, 16),
     "plan_tensor_parallel_size": _whole(1),

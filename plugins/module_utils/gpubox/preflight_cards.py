@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cards and their driver say before the box is changed: findings from hardware facts.
+
+A fact is ``{"value", "unknown", "source"}`` as hardware_facts returns it. An unknown fact is never
+taken for a good one: where it matters it is said. The rules come from the field reports (D1 to D14)
+in which people lost days to each of these states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from .preflight import Finding
+
+Facts = Mapping[str, Mapping[str, Any]]
+# PCI device ids from here on are Blackwell, which has open kernel modules only (field report D3)
+FIRST_OPEN_ONLY_DEVICE = 0x2900
+# linux-modules-nvidia-580-server-open-6.14.0-37-generic: prebuilt modules of one kernel
+_PREBUILT = re.compile(r"linux-modules-nvidia-[0-9]+(?:-server)?(?:-open)?-(?P<kernel>[0-9]+\.\S+)")
+
+
+def _value(facts: Facts, name: str) -> Any:
+    return facts.get(name, {}).get("value")
+
+
+def check_cards(facts: Facts, expected: int, own_processes: Collection[int] = ()) -> list[Finding]:
+    """The cards one by one, and as a set.
+
+    Args:
+        facts: hardware facts.
+        expected: number of cards that the operator says the box has; 0 when it was not said.
+        own_processes: process ids of our own unit, which may hold memory of the cards.
+    """
+    devices = _value(facts, "nvidia_devices") or []
+    found = _lost_cards(facts, devices)
+    if expected and len(devices) != expected:
+        addresses = ", ".join(device["address"] for device in devices) or "none"
+        found.append(
+            Finding(
+                "error",
+                "cards",
+                f"{len(devices)} NVIDIA cards on the PCI bus ({addresses})",
+                f"{expected}, as plan_expected_gpus says",
+                "look for the missing card (seating, power, BIOS), or correct plan_expected_gpus",
+            )
+        )
+    cards = _value(facts, "gpus") or []
+    kinds = sorted({f"{card['name']} ({card['memory_total_mib']} MiB)" for card in cards})
+    if len(kinds) > 1:
+        found.append(
+            Finding(
+                "error",
+                "cards",
+                f"cards of different kinds: {', '.join(kinds)}",
+                "one kind: tensor parallel ranks wait for the slowest and fit the smallest",
+                "take the others out of the box, or hide them from the unit with"
+                " CUDA_VISIBLE_DEVICES in serving_environment",
+            )
+        )
+    for card in cards:
+        found += _card_findings(card)
+    for process in _value(facts, "gpu_processes") or []:
+        if process["pid"] not in own_processes:
+            held = process["memory_used_mib"]
+            found.append(
+                Finding(
+                    "error",
+                    "memory",
+                    f"PID {process['pid']} ({process['name'] or 'name unknown'}) holds "
+                    f"{'memory' if held is None else f'{held} MiB'} of card {process['address']}",
+                    "cards that only the unit uses",
+                    f"end that process (ps -fp {process['pid']} says what it is)",
+                )
+            )
+    return found
+
+
+def _lost_cards(facts: Facts, devices: Iterable[Mapping[str, Any]]) -> list[Finding]:
+    found = []
+    cards = _value(facts, "gpus")
+    shown = None if cards is None else {card["address"] for card in cards}
+    messages = _value(facts, "nvidia_smi_messages") or []
+    for device in devices:
+        address = device["address"]
+        if device["revision"] == "ff":
+            measured = f"card {address} does not answer on the PCI bus (revision ff)"
+        elif shown is not None and address not in shown:
+            said = [line for line in messages if address in line.lower()] or messages
+            measured = f"card {address} is on the PCI bus and not in nvidia-smi"
+            measured += f" ({'; '.join(said)})" if said else ""
+        else:
+            continue
+        found.append(
+            Finding(
+                "error",
+                "cards",
+                measured,
+                "a card that works",
+                "read dmesg for NVRM and Xid lines of that address, then switch the box off and"
+                " on (a reboot does not reset the slot); if it returns, look at power and cooling",
+            )
+        )
+    return found
+
+
+def _card_findings(card: Mapping[str, Any]) -> list[Finding]:
+    address = card["address"] or f"number {card['index']}"
+    found = []
+    if card["mig_current"] == "enabled":
+        found.append(
+            Finding(
+                "error",
+                "cards",
+                f"card {address} has MIG enabled",
+                "whole cards",
+                f"nvidia-smi -i {address} -mig 0",
+            )
+        )
+    for mode in ("mig", "ecc"):
+        current, pending = card[f"{mode}_current"], card[f"{mode}_pending"]
+        if pending is not None and current is not None and pending != current:
+            found.append(
+                Finding(
+                    "warning",
+                    "cards",
+                    f"card {address}: {mode.upper()} is {current} and {pending} after a reset",
+                    "one and the same: memory and speed change at the next boot otherwise",
+                    "reboot now, or set the mode back",
+                )
+            )
+    width, most = card["pcie_width"], card["pcie_width_max"]
+    # the generation falls when a card is idle, the width does not
+    if width is not None and most is not None and width < most:
+        found.append(
+            Finding(
+                "warning",
+                "cards",
+                f"card {address} runs {width} of {most} PCIe lanes",
+                f"{most} lanes: all-reduce goes over them",
+                "look at the slot, the riser and the BIOS' bifurcation",
+            )
+        )
+    return found
+
+
+def check_driver(facts: Facts) -> list[Finding]:
+    """The NVIDIA driver that is there: loaded and installed, flavour, kernels, Secure Boot.
+
+    A box without any driver gets no finding: to install one is a later phase's work.
+    """
+    devices = _value(facts, "nvidia_devices") or []
+    loaded = _value(facts, "driver_loaded")
+    if not devices or (loaded is None and not _value(facts, "driver_packages")):
+        return []
+    found = []
+    installed = _value(facts, "driver_installed")
+    if loaded and installed and loaded != installed:
+        found.append(
+            Finding(
+                "error",
+                "driver",
+                f"kernel module {loaded} is loaded, libraries {installed} are installed",
+                "one version: CUDA programs that start now fail",
+                "reboot; hold the driver's packages to keep unattended upgrades off them",
+            )
+        )
+    elif loaded and facts.get("gpus", {}).get("unknown"):
+        found.append(
+            Finding(
+                "error",
+                "driver",
+                f"kernel module {loaded} is loaded, and nvidia-smi fails: "
+                f"{facts['gpus']['unknown']}",
+                "a list of cards",
+                "read dmesg for NVRM lines, and install the libraries of the loaded module",
+            )
+        )
+    module = _value(facts, "module_installed") or {}
+    flavours = {_value(facts, "driver_flavour"), module.get("flavour")}
+    open_only = [
+        device["address"]
+        for device in devices
+        if _device_number(device["device_id"]) >= FIRST_OPEN_ONLY_DEVICE
+    ]
+    if open_only and "proprietary" in flavours:
+        found.append(
+            Finding(
+                "error",
+                "driver",
+                f"proprietary kernel modules, and cards that do not work with them: "
+                f"{', '.join(open_only)}",
+                "the open kernel modules",
+                "install the driver package whose name ends in -open",
+            )
+        )
+    return found + _kernel_findings(facts) + _secure_boot_findings(facts, module)
+
+
+def _device_number(device_id: str) -> int:
+    try:
+        return int(device_id.rpartition(":")[2], 16)
+    except ValueError:
+        return 0
+
+
+def _kernel_findings(facts: Facts) -> list[Finding]:
+    """Kernels that have no NVIDIA module, of those that run now or at the next boot."""
+    built = {
+        entry["kernel"]
+        for entry in _value(facts, "dkms") or []
+        if entry["module"].startswith("nvidia") and entry["state"] == "installed"
+    }
+    for package in _value(facts, "driver_packages") or []:
+        match = _PREBUILT.fullmatch(package["package"])
+        if match:
+            built.add(match["kernel"])
+    if not built:
+        return []
+    running, boot = _value(facts, "kernel_running"), _value(facts, "kernel_boot")
+    found = []
+    for kernel, severity, when in ((running, "error", "runs"), (boot, "warning", "boots next")):
+        if kernel and kernel not in built and not (severity == "warning" and kernel == running):
+            found.append(
+                Finding(
+                    severity,
+                    "driver",
+                    f"kernel {kernel} {when}; there are NVIDIA modules for "
+                    f"{', '.join(sorted(built))} only",
+                    "a module for that kernel",
+                    f"install linux-headers-{kernel} and run dkms autoinstall -k {kernel}, or "
+                    "install the linux-modules-nvidia package of that kernel",
+                )
+            )
+    return found
+
+
+def _secure_boot_findings(facts: Facts, module: Mapping[str, Any]) -> list[Finding]:
+    if not _value(facts, "secure_boot") or not module or module.get("signer"):
+        return []
+    return [
+        Finding(
+            "error",
+            "driver",
+            f"Secure Boot is on, and the NVIDIA module {module['version']} is not signed",
+            "a module that the firmware lets the kernel load",
+            "install the signed linux-modules-nvidia package of this kernel, or enrol a key at the "
+            "console (mokutil --import), or switch Secure Boot off",
+        )
+    ]

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each state of cards and driver in which people lost days, and the box where all is well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpubox.preflight import Finding
+from gpubox.preflight_cards import check_cards, check_driver
+from hypothesis import given
+from hypothesis import strategies as st
+
+KERNEL = "6.14.0-37-generic"
+ADDRESSES = [f"0000:{bus}:00.0" for bus in ("16", "27", "38", "5a", "98", "ac", "c8", "d8")]
+
+
+def card(address: str, **changed: Any) -> dict[str, Any]:
+    return {
+        "index": ADDRESSES.index(address),
+        "address": address,
+        "name": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "memory_total_mib": 97887,
+        "mig_current": "disabled",
+        "mig_pending": "disabled",
+        "ecc_current": "enabled",
+        "ecc_pending": "enabled",
+        "pcie_width": 16,
+        "pcie_width_max": 16,
+        "pcie_generation": 1,  # idle
+        "pcie_generation_max": 5,
+        **changed,
+    }
+
+
+def device(address: str, revision: str = "a1", device_id: str = "10de:2bb5") -> dict[str, Any]:
+    return {"address": address, "class": "0302", "device_id": device_id, "revision": revision}
+
+
+def box(**changed: Any) -> dict[str, dict[str, Any]]:
+    """Facts of the reference box; a value that is an exception's text is given as ``unknown_…``."""
+    values: dict[str, Any] = {
+        "nvidia_devices": [device(address) for address in ADDRESSES],
+        "gpus": [card(address) for address in ADDRESSES],
+        "nvidia_smi_messages": [],
+        "gpu_processes": [],
+        "driver_loaded": "590.48.01",
+        "driver_flavour": "open",
+        "driver_installed": "590.48.01",
+        "driver_packages": [{"package": "nvidia-open", "version": "590.48.01-1ubuntu1"}],
+        "kernel_running": KERNEL,
+        "kernel_boot": KERNEL,
+        "dkms": [
+            {"module": "nvidia", "version": "590.48.01", "kernel": KERNEL, "state": "installed"}
+        ],
+        "module_installed": {"version": "590.48.01", "flavour": "open", "signer": "box key"},
+        "secure_boot": False,
+        **changed,
+    }
+    return {
+        name: {"value": value, "unknown": "not told" if value is None else None, "source": "x"}
+        for name, value in values.items()
+    }
+
+
+def said(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.measured) for finding in findings]
+
+
+def test_the_reference_box_passes() -> None:
+    assert check_cards(box(), 8) == []
+    assert check_cards(box(), 0) == []
+    assert check_driver(box()) == []
+
+
+def test_a_box_without_cards_or_without_a_driver_passes() -> None:
+    assert check_driver(box(nvidia_devices=[])) == []
+    bare = box(
+        gpus=None,
+        driver_loaded=None,
+        driver_flavour=None,
+        driver_installed=None,
+        driver_packages=[],
+        module_installed=None,
+    )
+    assert check_driver(bare) == []
+    assert check_cards(bare, 8) == []
+
+
+def test_a_card_off_the_bus_is_named() -> None:
+    devices = [device(address, "ff" if "ac" in address else "a1") for address in ADDRESSES]
+    cards = [card(address) for address in ADDRESSES if "ac" not in address]
+    found = check_cards(box(nvidia_devices=devices, gpus=cards), 8)
+    assert said(found) == [
+        ("error", "card 0000:ac:00.0 does not answer on the PCI bus (revision ff)")
+    ]
+
+
+def test_a_card_that_only_nvidia_smi_lost_is_named_with_its_words() -> None:
+    lost = "Unable to determine the device handle for GPU5: 0000:AC:00.0: Unknown Error"
+    cards = [card(address) for address in ADDRESSES if "ac" not in address]
+    (finding,) = check_cards(box(gpus=cards, nvidia_smi_messages=["note", lost]), 8)
+    assert "0000:ac:00.0 is on the PCI bus and not in nvidia-smi" in finding.measured
+    assert lost in finding.measured
+    assert "note" not in finding.measured
+
+
+def test_a_card_that_is_gone_from_the_bus_is_missed() -> None:
+    facts = box(
+        nvidia_devices=[device(address) for address in ADDRESSES[:7]],
+        gpus=[card(address) for address in ADDRESSES[:7]],
+    )
+    (finding,) = check_cards(facts, 8)
+    assert finding.measured.startswith("7 NVIDIA cards on the PCI bus (0000:16:00.0, ")
+    assert check_cards(facts, 0) == []
+
+
+def test_the_order_of_cards_changes_nothing() -> None:
+    facts = box(gpus=[card(address) for address in ADDRESSES[::-1]])
+    assert check_cards(facts, 8) == []
+
+
+def test_a_mixed_set_is_refused() -> None:
+    cards = [card(ADDRESSES[0]), card(ADDRESSES[1], name="NVIDIA H200", memory_total_mib=143771)]
+    facts = box(gpus=cards, nvidia_devices=[device(address) for address in ADDRESSES[:2]])
+    (finding,) = check_cards(facts, 2)
+    assert "NVIDIA H200 (143771 MiB)" in finding.measured
+
+
+@pytest.mark.parametrize(
+    ("changed", "severity", "words"),
+    [
+        ({"mig_current": "enabled", "mig_pending": "enabled"}, "error", "has MIG enabled"),
+        ({"mig_pending": "enabled"}, "warning", "MIG is disabled and enabled after a reset"),
+        ({"ecc_pending": "disabled"}, "warning", "ECC is enabled and disabled after a reset"),
+        ({"pcie_width": 8}, "warning", "runs 8 of 16 PCIe lanes"),
+    ],
+)
+def test_the_state_of_one_card(changed: dict[str, Any], severity: str, words: str) -> None:
+    cards = [card(address) for address in ADDRESSES[:7]] + [card(ADDRESSES[7], **changed)]
+    (finding,) = check_cards(box(gpus=cards), 8)
+    assert finding.severity == severity
+    assert words in finding.measured
+    assert "0000:d8:00.0" in finding.measured
+
+
+def test_what_a_card_does_not_tell_is_no_fault() -> None:
+    nothing = dict.fromkeys(
+        ("mig_current", "mig_pending", "ecc_current", "ecc_pending", "pcie_width")
+    )
+    assert check_cards(box(gpus=[card(a, **nothing) for a in ADDRESSES]), 8) == []
+
+
+def test_a_process_on_a_card_is_named_unless_it_is_ours() -> None:
+    process = {"address": ADDRESSES[0], "pid": 4711, "name": "python3", "memory_used_mib": 9000}
+    (finding,) = check_cards(box(gpu_processes=[process]), 8)
+    assert finding.measured == "PID 4711 (python3) holds 9000 MiB of card 0000:16:00.0"
+    assert check_cards(box(gpu_processes=[process]), 8, {4711}) == []
+    unnamed = {**process, "name": None, "memory_used_mib": None}
+    (finding,) = check_cards(box(gpu_processes=[unnamed]), 8)
+    assert "holds memory of" in finding.measured
+
+
+@pytest.mark.parametrize(
+    ("changed", "severity", "words"),
+    [
+        ({"driver_loaded": "590.44.01", "gpus": None}, "error", "590.44.01 is loaded"),
+        ({"gpus": None}, "error", "nvidia-smi fails: not told"),
+        ({"driver_flavour": "proprietary"}, "error", "proprietary kernel modules"),
+        (
+            {"module_installed": {"version": "1.1", "flavour": "proprietary", "signer": "x"}},
+            "error",
+            "proprietary kernel modules",
+        ),
+        ({"kernel_running": "6.14.0-38-generic"}, "error", "kernel 6.14.0-38-generic runs"),
+        ({"kernel_boot": "6.14.0-38-generic"}, "warning", "6.14.0-38-generic boots next"),
+        (
+            {
+                "secure_boot": True,
+                "module_installed": {"version": "590.48.01", "flavour": "open", "signer": ""},
+            },
+            "error",
+            "is not signed",
+        ),
+    ],
+)
+def test_the_driver(changed: dict[str, Any], severity: str, words: str) -> None:
+    (finding,) = check_driver(box(**changed))
+    assert finding.severity == severity
+    assert words in finding.measured
+
+
+def test_an_older_card_works_with_proprietary_modules() -> None:
+    hopper = [device(address, device_id="10de:2335") for address in ADDRESSES]
+    assert check_driver(box(nvidia_devices=hopper, driver_flavour="proprietary")) == []
+
+
+def test_one_missing_module_is_told_once() -> None:
+    found = check_driver(box(kernel_running="6.14.0-38-generic", kernel_boot="6.14.0-38-generic"))
+    assert [finding.severity for finding in found] == ["error"]
+
+
+def test_prebuilt_modules_count() -> None:
+    packages = [
+        {"package": f"linux-modules-nvidia-590-server-open-{KERNEL}", "version": "6.14.0-37.37"},
+        {"package": "linux-modules-nvidia-590-server-open-generic", "version": "6.14.0-37.37"},
+    ]
+    assert check_driver(box(dkms=None, driver_packages=packages)) == []
+    (finding,) = check_driver(
+        box(dkms=[], driver_packages=packages, kernel_running="6.14.0-38-generic")
+    )
+    assert f"NVIDIA modules for {KERNEL} only" in finding.measured
+
+
+def test_a_signed_module_and_secure_boot_go_together() -> None:
+    assert check_driver(box(secure_boot=True)) == []
+    assert check_driver(box(secure_boot=None)) == []
+
+
+@given(st.lists(st.sampled_from(sorted(box())), unique=True), st.integers(0, 9))
+def test_unknown_facts_do_not_break_it(names: list[str], expected: int) -> None:
+    facts = box(**dict.fromkeys(names))
+    for finding in check_cards(facts, expected) + check_driver(facts):
+        assert finding.severity in ("error", "warning")
+        assert finding.measured
+        assert finding.wanted
+        assert finding.remedy
+    assert check_driver({}) == []
+    assert check_cards({}, 0) == []
