@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from .errors import GpuboxError
+from .gguf import QUANTIZATION_TYPES
 from .release import digest
 
 
@@ -25,6 +26,17 @@ def _read(path: Path, what: str) -> str:
         ) from error
 
 
+def _check_types(stack: Mapping[str, Any], path: Path) -> None:
+    known = [known.name for known in QUANTIZATION_TYPES.values()]
+    unknown = sorted(set(stack.get("quantization_types") or [""]) - set(known))
+    if unknown:
+        raise GpuboxError(
+            f"{path} has quantization_types {', '.join(map(repr, unknown))}",
+            f"some of: {', '.join(known)}",
+            "correct the name, or restore the file from git",
+        )
+
+
 def known_stacks(repository: Path) -> list[str]:
     """Names of the stacks of the repository."""
     return sorted(path.stem for path in (repository / "stacks").glob("*.yml"))
@@ -34,9 +46,10 @@ def load_stack(name: str, repository: Path) -> dict[str, Any]:
     """Read ``stacks/<name>.yml``, its requirements and its patch series.
 
     Returns:
-        The stack's own keys, and ``requirements`` (text), ``series`` (in order, each with ``name``
-        and ``definition``), ``patches`` (relative file name to text) and ``digest`` over every byte
-        that was read.
+        The stack's own keys (among them ``quantization_types``, ggml's names of the tensor types
+        that its kernels read), and ``requirements`` (text), ``series`` (in order, each with
+        ``name`` and ``definition``), ``patches`` (relative file name to text) and ``digest`` over
+        every byte that was read.
 
     Raises:
         GpuboxError: a file is missing or malformed.
@@ -50,6 +63,7 @@ def load_stack(name: str, repository: Path) -> dict[str, Any]:
             "set plan_stack in the inventory",
         )
     stack: dict[str, Any] = yaml.safe_load(_read(stacks / f"{name}.yml", "the stack"))
+    _check_types(stack, stacks / f"{name}.yml")
     requirements = _read(stacks / str(stack["requirements"]), "the requirements file")
     series: list[dict[str, Any]] = []
     contents: dict[str, str] = {}
