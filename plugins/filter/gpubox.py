@@ -14,6 +14,7 @@ from ansible.errors import AnsibleFilterError
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "module_utils"))
 
 from gpubox.errors import GpuboxError
+from gpubox.mirror import model_plan
 from gpubox.release import digest
 from gpubox.serving import serve_arguments
 from gpubox.stack import (
@@ -51,6 +52,7 @@ class FilterModule:
             "gpubox_file_digest": _readable(lambda path: file_digest(Path(path))),
             "gpubox_series_at": _readable(series_at),
             "load_stack": _readable(lambda name, root: load_stack(name, Path(root))),
+            "model_plan": _readable(model_plan),
             "role_options": _readable(lambda roles: role_options(Path(roles))),
             "serve_arguments": _readable(serve_arguments),
             "series_summary": _readable(series_summary),

@@ -35,12 +35,11 @@ options:
     type: list
     elements: str
     required: true
-  expert_quantization_types:
-    description: Those of them that its expert kernels take.
-    type: list
-    elements: str
-    required: true
   model_source: {description: Any shard of the set; may be empty., type: str, required: true}
+  fetch_bytes:
+    description: Bytes of the set where it is fetched later; it need not be there then.
+    type: int
+    default: 0
   model: {description: Path of the merged file., type: path, required: true}
   companions:
     description: Files that are to lie beside the merged file.
@@ -70,7 +69,6 @@ EXAMPLES = r"""
     max_model_len: 131072
     options: {dtype: bfloat16, kv_cache_dtype: fp8}
     quantization_types: [F32, Q4_K, Q8_0]
-    expert_quantization_types: [Q4_K, Q8_0]
     model_source: /shared/shards/GLM-5-00001-of-00010.gguf
     model: /shared/glm5-gguf/GLM-5.gguf
     companions: [config.json, tokenizer.json]
@@ -199,6 +197,7 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
     installed = (environment / "environment.json").is_file()
     needed = 0 if installed else preflight.ENVIRONMENT_BYTES[given["stack_device"]]
     source_exists = source is not None and source.is_file()
+    to_fetch = given["fetch_bytes"]
     merge = (
         shard_bytes(source) if source is not None and source_exists and not model.exists() else 0
     )
@@ -239,17 +238,18 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         ),
         *preflight.check_space("environment", str(environment), needed, free_bytes(environment)),
         *preflight.check_space("merged model", str(model), merge, free_bytes(model)),
-        *preflight.check_source(str(source or ""), source_exists, str(model), model.exists()),
+        *preflight.check_source(
+            str(source or ""), source_exists or to_fetch > 0, str(model), model.exists()
+        ),
         *preflight.check_shards(faults),
         *preflight.check_tensors(
             architecture_of(headers),
             {one.name: one.quantization_type.name for header in headers for one in header.tensors},
             given["quantization_types"],
-            given["expert_quantization_types"],
             config,
         ),
         *preflight.check_companions(
-            missing if source_exists or model.exists() else [],
+            missing if not to_fetch and (source_exists or model.exists()) else [],
             [str(folder) for folder in dict.fromkeys([*folders, model.parent])],
         ),
         *preflight.check_directories(no_directories(environment, model.parent)),
@@ -278,8 +278,8 @@ def main() -> None:
             "max_model_len": {"type": "int", "required": True},
             "options": {"type": "dict", "default": {}},
             "quantization_types": {"type": "list", "elements": "str", "required": True},
-            "expert_quantization_types": {"type": "list", "elements": "str", "required": True},
             "model_source": {"type": "str", "required": True},
+            "fetch_bytes": {"type": "int", "default": 0},
             "model": {"type": "path", "required": True},
             "companions": {"type": "list", "elements": "str", "default": []},
             "user": {"type": "str", "required": True},

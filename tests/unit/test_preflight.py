@@ -140,8 +140,7 @@ def test_tensors_that_the_loader_cannot_take(
     stack: Path, tensors: dict[str, str], said: str | None
 ) -> None:
     types = yaml.safe_load(stack.read_text())["quantization_types"]
-    allowed = types["experts"] + types["elsewhere"]
-    found = preflight.check_tensors("glm-dsa", tensors, allowed, types["experts"])
+    found = preflight.check_tensors("glm-dsa", tensors, types)
     assert len(found) == (said is not None)
     assert said is None or said in found[0].measured
 
@@ -151,12 +150,12 @@ def test_a_layer_may_share_the_indexer_of_another() -> None:
     for indexers, faults in ((["full", "shared"], 0), (["full", "full"], 1), ("nonsense", 1)):
         config = {"indexer_types": indexers}
         types = ["F32", "Q4_K", "Q5_K"]
-        assert len(preflight.check_tensors("glm-dsa", tensors, types, types, config)) == faults
+        assert len(preflight.check_tensors("glm-dsa", tensors, types, config)) == faults
 
 
 def test_another_architecture_is_refused() -> None:
     for architecture in ("llama", None):
-        found = preflight.check_tensors(architecture, {"output.weight": "F32"}, ["F32"], [])
+        found = preflight.check_tensors(architecture, {"output.weight": "F32"}, ["F32"])
         assert [finding.wanted for finding in found] == ["glm-dsa"]
 
 
@@ -171,7 +170,7 @@ def test_another_architecture_is_refused() -> None:
     ),
 )
 def test_no_tensors_break_it(architecture: str | None, tensors: dict[str, str]) -> None:
-    for finding in preflight.check_tensors(architecture, tensors, ["F32"], ["Q4_K"]):
+    for finding in preflight.check_tensors(architecture, tensors, ["F32", "Q4_K"]):
         assert finding.severity == "error"
 
 

@@ -59,6 +59,18 @@ BAD = [
     ("gguf_model_file", "model.bin"),
     ("gguf_model_file", ""),
     ("gguf_model_source", "shards/x.gguf"),
+    ("gguf_model_source", "hf://zai-org/GLM-5@main/x.gguf"),
+    ("gguf_model_source", "ftp://m.example/x.gguf"),
+    ("gguf_model_files", {"../x": {"size": 1, "sha256": "a" * 64}}),
+    ("gguf_model_files", {".x": {"size": 1, "sha256": "a" * 64}}),
+    ("gguf_model_files", {"x": {"size": -1, "sha256": "a" * 64}}),
+    ("gguf_model_files", {"x": {"size": 1, "sha256": "A" * 64}}),
+    ("gguf_model_files", {"x": {"size": 1}}),
+    ("gguf_model_files", {"x": {"size": 1, "sha256": "a" * 64, "token": "hunter2"}}),
+    ("gguf_model_files", {"x": {"size": 1, "sha256": "a" * 64, "source": "/x"}}),
+    ("gguf_model_files", {"x": None}),
+    ("gguf_model_hub_url", "huggingface"),
+    ("gguf_model_token_file", "hf_hunter2"),
     ("gguf_model_companions", ["config.json", "../../etc/shadow"]),
     ("python_env_root", "opt"),
     ("python_env_root", "/"),
@@ -90,6 +102,9 @@ GOOD = [
     ("serving_model_name", "zai-org/GLM-5"),
     ("gguf_model_dir", '/srv/my models/50% "größe" it\'s'),
     ("gguf_model_source", ""),
+    ("gguf_model_source", f"hf://zai-org/GLM-5@{'0' * 40}/UD-Q4_K_XL/x.gguf"),
+    ("gguf_model_source", "https://mirror.example/glm5/x.gguf"),
+    ("gguf_model_files", {"x": {"size": 1, "sha256": "a" * 64, "source": "https://m.example/y"}}),
     ("python_env_root", "/opt/gpubox-2"),
     ("python_env_index_url", "https://mirror.example/simple"),
     ("python_env_find_links", "/srv/wheelhouse"),
@@ -157,3 +172,11 @@ def test_names_that_say_secret() -> None:
     assert all(map(is_secret, ["VLLM_API_KEY", "HF_TOKEN", "api-key", "DB_PASSWORD"]))
     names = ["TOKENIZERS_PARALLELISM", "max_num_batched_tokens", "ssl_keyfile", "OMP_NUM_THREADS"]
     assert not any(map(is_secret, names))
+
+
+def test_a_secret_in_an_address_is_not_repeated() -> None:
+    for source in ("https://u:hunter2@m.example/x.gguf", "https://m.example/x.gguf?sig=hunter2"):
+        files = {"x": {"size": 1, "sha256": "a" * 64, "source": source}}
+        faults = value_faults({"gguf_model_source": source, "gguf_model_files": files}, STACKS)
+        assert len(faults) == 2
+        assert not any("hunter2" in fault for fault in faults)

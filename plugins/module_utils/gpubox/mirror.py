@@ -28,7 +28,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from .errors import GpuboxError
 from .gguf import MAGIC, MAX_HEADER, Header, read_header
-from .gguf_merge import combined, read_set, shard_paths
+from .gguf_merge import read_set, shard_paths
 from .preflight import RESERVE_BYTES
 from .release import digest, write_atomically
 
@@ -43,6 +43,7 @@ REFUSED = {
     404: "correct gguf_model_source and the names in gguf_model_files",
     410: "correct gguf_model_source and the names in gguf_model_files",
 }
+_MERGED = "/merged"  # key of a record; no file has such a name
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # a later try may do better
 
 
@@ -91,6 +92,13 @@ def name_of(source: str) -> str:
     """File name that a path or an address ends in."""
     name = source.rpartition("/")[2]
     return unquote(name) if source.startswith(("http://", "https://")) else name
+
+
+def url_of(wanted: Wanted, source: str, hub: str) -> str:
+    """URL of a file: beside the shard at ``source``, or where its own entry says."""
+    if wanted.source:
+        return address(wanted.source, name_of(wanted.source), hub)
+    return address(source, wanted.name, hub)
 
 
 def manifest(files: Mapping[str, Mapping[str, Any]]) -> list[Wanted]:
@@ -176,6 +184,7 @@ def is_verified(wanted: Wanted, path: Path, record: Mapping[str, Any]) -> bool:
 
 def note(wanted: Wanted, path: Path, record_path: Path) -> None:
     """Remember that the sha256 of ``path`` is right."""
+    record_path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     record = read_record(record_path) | {wanted.name: [wanted.sha256, *_identity(path)]}
     write_atomically(record_path, json.dumps(record, indent=1, sort_keys=True) + "\n")
 
@@ -613,7 +622,34 @@ def space_fault(folder: Path, missing: Iterable[Wanted]) -> GpuboxError | None:
     )
 
 
-def all_or_error(faults: Sequence[GpuboxError], wanted: str) -> None:
-    """Raise all faults as one error, if there are any."""
-    if faults:
-        raise combined(faults, wanted)
+def note_merged(merged: Path, record_path: Path) -> None:
+    """Remember that ``merged`` was made of the files of this record."""
+    record = read_record(record_path) | {_MERGED: [str(merged), *_identity(merged)]}
+    record_path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    write_atomically(record_path, json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def is_merged(merged: Path, record: Mapping[str, Any]) -> bool:
+    """``merged`` is still in the state in which it was made of the files of this record."""
+    return merged.is_file() and record.get(_MERGED) == [str(merged), *_identity(merged)]
+
+
+def surplus(sets: Path, shard: Path, keep: str, merged: bool) -> list[Path]:
+    """What the policy ``keep`` removes, sorted; the folder ``sets`` holds nothing of others.
+
+    Args:
+        sets: folder of the fetched sets, one folder each.
+        shard: a shard of the set in use; one outside of ``sets`` is never removed.
+        keep: ``all``; ``current``, the set in use alone; ``none``, nor its shards once merged.
+        merged: the set in use was merged, so that its shards are served no more.
+    """
+    if keep == "all" or not sets.is_dir():
+        return []
+    found = []
+    for path in sets.iterdir():
+        match = re.fullmatch(r"([0-9a-f]{16})(\.verified\.json)?", path.name)
+        if match and match[1] != shard.parent.name:
+            found.append(path)
+    if keep == "none" and merged and shard.parent.parent == sets:
+        found += [path for path in shard_paths(shard) if path.is_file()]
+    return sorted(found)

@@ -20,6 +20,7 @@ ARCHITECTURE = "glm-dsa"
 INDEXER = ("attn_q_b.weight", "attn_k.weight", "k_norm.weight", "k_norm.bias", "proj.weight")
 GATE_AND_UP = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
+UNQUANTIZED = {"F32", "F16", "BF16"}
 INDEX_HEADS = (32, 64)
 # vLLM 0.33.0, flashinfer_mla_sparse.py: what FLASHINFER_MLA_SPARSE_SM120 supports
 SM120_OPTIONS = {
@@ -238,7 +239,6 @@ def check_tensors(
     architecture: str | None,
     tensors: Mapping[str, str],
     types: Iterable[str],
-    expert_types: Iterable[str],
     config: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
     """What the stack's loader makes of the GGUF's tensors.
@@ -250,7 +250,6 @@ def check_tensors(
         architecture: ``general.architecture``, None when no header says it.
         tensors: name to quantization type, of all shards; empty when there is no model yet.
         types: quantization types that the loader has kernels for.
-        expert_types: those of them that its expert kernels take.
         config: config.json; its ``indexer_types`` says which layers share another one's indexer.
     """
     if not tensors:
@@ -261,7 +260,8 @@ def check_tensors(
     if architecture != ARCHITECTURE:
         found.append((f"architecture {architecture or 'unknown'}", ARCHITECTURE, "serve GLM-5"))
     by_type: dict[str, list[str]] = {}
-    allowed, expert_allowed = set(types), set(expert_types)
+    allowed = set(types)
+    expert_allowed = allowed - UNQUANTIZED  # a loop over experts, which CUDA graphs cannot hold
     wanted = f"for experts one of: {', '.join(sorted(expert_allowed))}; elsewhere also: "
     wanted += ", ".join(sorted(allowed - expert_allowed))
     for name, kind in tensors.items():

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from urllib.parse import urlsplit
 
+from .mirror import is_remote, source_fault
+
 # a rule returns what it wants when the value is none of it, else None
 Rule = Callable[[object], str | None]
 
@@ -145,12 +147,40 @@ def _index_or_path(value: object) -> str | None:
     return wanted and f"{wanted} or an absolute path of the box"
 
 
+def _model_source(value: object) -> str | None:
+    text = str(value)
+    return source_fault(text) if is_remote(text) else _path(value)
+
+
+def _model_files(value: object) -> str | None:
+    wanted = "name: {size: bytes, sha256: 64 digits}, and source where it lies elsewhere"
+    if not isinstance(value, Mapping):
+        return wanted
+    for name, one in value.items():
+        if _file_name(name) is not None or str(name).startswith("."):
+            return wanted
+        if not isinstance(one, Mapping) or not {"size", "sha256"} <= set(one):
+            return wanted
+        if set(one) - {"size", "sha256", "source"} or _whole(0)(one["size"]) is not None:
+            return wanted
+        if not re.fullmatch(r"[0-9a-f]{64}", str(one["sha256"])):
+            return wanted
+        if "source" in one and source_fault(str(one["source"])):
+            return f"{wanted}: {source_fault(str(one['source']))}"
+    return None
+
+
+# people paste a token where its file should be named, or a signed address
+_NOT_SHOWN = ("gguf_model_files", "gguf_model_token_file")
 _SECONDS = _whole(1, 7 * 24 * 3600)
 _RULES: dict[str, Rule] = {
     "gguf_model_companions": _each(_file_name),
     "gguf_model_dir": _path,
     "gguf_model_file": _gguf_name,
-    "gguf_model_source": _or_empty(_path),
+    "gguf_model_files": _model_files,
+    "gguf_model_hub_url": _index,
+    "gguf_model_source": _or_empty(_model_source),
+    "gguf_model_token_file": _or_empty(_path),
     "hardware_root": _path,
     "plan_expected_gpus": _whole(0, 64),
     "plan_max_model_len": _whole(1),
@@ -257,7 +287,8 @@ def value_faults(values: Mapping[str, object], stacks: Collection[str]) -> list[
         wanted = rule(values[name]) if name in values else None
         if wanted:
             shown = repr(str(values[name]))
-            shown = shown if "password" not in wanted else "a URL with a user"
+            if name in _NOT_SHOWN or "password" in wanted or "a secret" in wanted:
+                shown = "a value that may hold a secret"
             found.append((f"{name} is {shown}", wanted, f"set {name} in the inventory"))
     if "plan_stack" in values and values["plan_stack"] not in stacks:
         found.append(
