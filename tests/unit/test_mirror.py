@@ -8,7 +8,9 @@ import os
 import shutil
 import ssl
 import subprocess
+import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -35,7 +37,7 @@ from gpubox.mirror import (
     space_fault,
 )
 
-from tests.unit.file_server import FileServer, cut, instead, status
+from tests.unit.file_server import FileServer, cut, etag, instead, status
 from tests.unit.gguf_files import shard_set
 from tests.unit.timing import FOREVER
 
@@ -130,6 +132,53 @@ def test_a_killed_run_is_continued(mirror: Mirror, server: FileServer, tmp_path:
     fetch(mirror, server, tmp_path)
     only_the_file(tmp_path)
     assert server.seen == [("/m/x.bin", f"bytes={BLOCK + 3}-", None)]
+
+
+FETCH = """
+import sys
+from pathlib import Path
+from gpubox.mirror import Mirror, Wanted
+url, name, size, sha256, path = sys.argv[1:]
+Mirror().fetch(url, Wanted(name, int(size), sha256), Path(path))
+"""
+
+
+def test_a_sigkill_in_a_transfer_and_a_second_run_beside_it(
+    mirror: Mirror, server: FileServer, tmp_path: Path
+) -> None:
+    halfway, ended = threading.Event(), threading.Event()
+
+    def stalled(request: BaseHTTPRequestHandler, content: bytes) -> None:
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(content)))
+        request.send_header("ETag", etag(content))
+        request.end_headers()
+        request.wfile.write(content[: 2 * BLOCK])
+        request.wfile.flush()
+        halfway.set()
+        ended.wait(FOREVER)
+
+    server.plan = {0: stalled}
+    path = tmp_path / "x.bin"
+    arguments = [f"{server.url}/m/x.bin", WANTED.name, str(WANTED.size), WANTED.sha256, str(path)]
+    library = str(Path(under_test.__file__).parents[1])
+    child = subprocess.Popen(
+        [sys.executable, "-c", FETCH, *arguments], env={**os.environ, "PYTHONPATH": library}
+    )
+    try:
+        assert halfway.wait(FOREVER)
+        # the block before the last one that was sent is on its way to the disk
+        while not (part_of(path).is_file() and part_of(path).stat().st_size):
+            time.sleep(0.01)
+        assert "another run" in refused(mirror, server, tmp_path).measured
+    finally:
+        child.kill()
+        child.wait()
+        ended.set()
+    kept = part_of(path).stat().st_size
+    fetch(mirror, server, tmp_path)
+    only_the_file(tmp_path)
+    assert server.seen[1:] == [("/m/x.bin", f"bytes={kept}-", None)]
 
 
 def test_a_complete_part_needs_no_request(

@@ -8,6 +8,7 @@ Standard library only; memory is one block.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import http.client
 import json
@@ -164,8 +165,9 @@ def model_plan(
 
 
 def _identity(path: Path) -> list[int]:
+    """State of a file; without its device, whose number another boot may change."""
     found = path.stat()
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]
+    return [found.st_ino, found.st_size, found.st_mtime_ns]
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -420,6 +422,7 @@ class Mirror:
         part, entity = part_of(path), _entity_of(path)
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "r+b") as stream:
+            _lock(descriptor, part)
             transfer = _Transfer(self, url, wanted, stream, entity)
             try:
                 self._retrying(url, transfer.step, lambda: transfer.done)
@@ -438,6 +441,16 @@ class Mirror:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _lock(descriptor: int, part: Path) -> None:
+    """Two runs that write one file would spoil it; the lock ends with the process."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise GpuboxError(
+            f"{part} grows in another run", "one run at a time", "wait for it, or end it"
+        ) from None
 
 
 class _Wrong(Exception):  # noqa: N818 - a signal between two functions of this file
