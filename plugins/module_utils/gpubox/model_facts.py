@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model is, from config.json and the headers of its GGUF files; no weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .gguf import KEY_ARCHITECTURE, Header, Tensor
+
+# Tensors that vLLM 0.33 splits over tensor parallel ranks (models/deepseek_v32/attention.py: q_b,
+# kv_b and o_proj; the experts, dense layers, embedding and head); all others, the indexer among
+# them (ReplicatedLinear), are whole on every rank.
+_DIVIDED = (
+    "token_embd",
+    "output",
+    "attn_q_b",
+    "attn_k_b",
+    "attn_v_b",
+    "attn_output",
+    *(
+        f"ffn_{matrix}{kind}"
+        for matrix in ("gate", "up", "down")
+        for kind in ("", "_exps", "_shexp")
+    ),
+    "nextn.embed_tokens",
+    "nextn.shared_head_head",
+)
+# RowParallelLinear and the experts' down: a rank gets a slice of each stored row, of whole blocks
+_ROW_DIVIDED = ("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
+# dequantised to two bytes an element at load (docs/patches.md)
+_DEQUANTIZED = (
+    "attn_k_b",
+    "attn_v_b",
+    "ffn_gate_inp",
+    "indexer.attn_k",
+    "indexer.proj",
+    "nextn.eh_proj",
+)
+_BFLOAT16_BYTES = 2
+# name here: key of config.json
+_SIZES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "index_heads": "index_n_heads",
+    "index_head_dim": "index_head_dim",
+    "index_topk": "index_topk",
+    "experts": "n_routed_experts",
+    "expert_intermediate_size": "moe_intermediate_size",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "mtp_layers": "num_nextn_predict_layers",
+}
+
+
+def _kind_and_layer(name: str) -> tuple[str, int | None]:
+    """``blk.3.attn_q_b.weight`` is ``attn_q_b`` of layer 3."""
+    stem = name.rpartition(".")[0] or name
+    parts = stem.split(".", 2)
+    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal():
+        return parts[2], int(parts[1])
+    return stem, None
+
+
+def loaded_bytes(tensor: Tensor) -> int:
+    """Bytes that the tensor takes on a card, all ranks together when it is divided."""
+    if _kind_and_layer(tensor.name)[0] not in _DEQUANTIZED:
+        return tensor.size
+    elements = _BFLOAT16_BYTES
+    for dimension in tensor.dimensions:
+        elements *= dimension
+    return elements
+
+
+def _weights(tensors: Iterable[Tensor], layers: int | None) -> dict[str, int]:
+    sums = {"divided": 0, "replicated": 0, "mtp_divided": 0, "mtp_replicated": 0}
+    for tensor in tensors:
+        kind, layer = _kind_and_layer(tensor.name)
+        prefix = "mtp_" if layers is not None and layer is not None and layer >= layers else ""
+        sums[prefix + ("divided" if kind in _DIVIDED else "replicated")] += loaded_bytes(tensor)
+    return sums
+
+
+def model_facts(config: Mapping[str, Any] | None, headers: Sequence[Header]) -> dict[str, Any]:
+    """Facts of the model as plain JSON; a size that nothing tells is None.
+
+    Args:
+        config: config.json, None when there is none to read.
+        headers: of the merged file or of every shard, in order.
+
+    Returns:
+        ``architecture`` (general.architecture), ``config`` (the keys of config.json that are used),
+        the sizes of config.json by the names of the planner, ``quantization_types`` (type to
+        bytes), ``tensor_bytes`` (all of them, as stored), ``weights`` (bytes as loaded: ``divided``
+        over tensor parallel ranks or ``replicated``, those of the MTP layers apart) and
+        ``row_parallel`` (pairs of a row's elements and its block, which a rank must not cut).
+    """
+    sizes: dict[str, int | None] = {}
+    for name, key in _SIZES.items():
+        value = (config or {}).get(key)
+        sound = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        sizes[name] = value if sound else None
+    if config is not None and sizes["mtp_layers"] is None:
+        sizes["mtp_layers"] = 0
+    types: dict[str, int] = {}
+    rows: set[tuple[int, int]] = set()
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    for tensor in tensors:
+        kind = tensor.quantization_type
+        types[kind.name] = types.get(kind.name, 0) + tensor.size
+        if _kind_and_layer(tensor.name)[0] in _ROW_DIVIDED and tensor.dimensions:
+            rows.add((tensor.dimensions[0], kind.block))
+    architecture = headers[0].keys.get(KEY_ARCHITECTURE) if headers else None
+    return {
+        "architecture": None if architecture is None else architecture.value,
+        "config": {key: config[key] for key in _SIZES.values() if config and key in config},
+        **sizes,
+        "quantization_types": dict(sorted(types.items())),
+        "tensor_bytes": sum(types.values()) if headers else None,
+        "weights": _weights(tensors, sizes["layers"]) if headers else None,
+        "row_parallel": [list(pair) for pair in sorted(rows)],
+        "faults": [],
+    }

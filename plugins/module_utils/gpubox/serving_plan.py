@@ -1,0 +1,493 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What will run on this box: sizes, memory and limits, from facts; pure, and never a silent guess.
+
+Everything that the planner cannot accept is a fault with its numbers; everything that it cannot
+know yet is None and a note says what the number waits for. docs/plan.md has the arithmetic.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+GIB = 1024**3
+MIB = 1024**2
+# flash-attention pull request 2079: 3.2 to 5 GB a thread of nvcc, measured there with CUDA 12.8
+MEMORY_PER_THREAD_BYTES = 5 * GIB
+NVCC_THREADS = 4  # flash-attention's own default of NVCC_THREADS
+BUILD_SHARE_PERCENT = 85  # of free memory; flash-attention pull requests 2494 and 2548
+MOST_JOBS = 32  # the cap of the same pull requests
+DEFAULT_UTILIZATION_PERCENT = 92  # vLLM 0.33, config/cache.py
+# Assumptions, not measurements: vLLM profiles the true sizes at start and prints them.
+OUTSIDE_BYTES = 4 * GIB  # a card's CUDA context, NCCL buffers and CUDA graphs, outside the share
+ACTIVATION_BYTES = 4 * GIB  # inside the share, the peak of a step of 8,192 tokens
+FP8_DS_MLA_BYTES = 656  # a token and layer; vLLM 0.33, layers/attention/mla_attention.py
+K_BLOCK = 256  # elements that share a scale in a K-quant
+LOWEST_CAPABILITY = (9, 0)  # no sparse MLA backend below (field report V5)
+BLOCK_TOKENS = 64  # the context is a multiple of a KV cache block of sparse MLA
+NOFILE = 1048576
+READ_SPEED_ASSUMED = 500_000_000  # bytes a second when none was measured
+READ_SAFETY = 3
+JIT_FLOOR_SECONDS = 1200  # assumed; FlashInfer's first sampler alone took 100 s on an H200
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass
+class Plan:
+    """The plan; ``to_dict`` is plain JSON. Bytes, tokens and seconds as the names say."""
+
+    device: str
+    box: dict[str, Any] = field(default_factory=dict)
+    gpus: list[str] = field(default_factory=list)
+    gpus_left_out: list[dict[str, str]] = field(default_factory=list)
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    gpu_memory_utilization: float | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_tokens: int | None = None
+    kv_cache_bytes_per_token_per_gpu: int | None = None
+    max_model_len: int | None = None
+    speculative_tokens: int = 0
+    concurrent_contexts: float | None = None
+    weights_bytes_per_gpu: int | None = None
+    build: dict[str, Any] = field(default_factory=dict)
+    nccl: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    numa: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+    faults: list[dict[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+    def refuse(self, measured: str, wanted: str, do: str) -> None:
+        """One more fault."""
+        self.faults.append({"measured": measured, "wanted": wanted, "do": do})
+
+
+def _value(facts: Mapping[str, Any], name: str) -> Any:
+    fact = facts.get(name)
+    return fact.get("value") if isinstance(fact, Mapping) else None
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number of 0 or more; anything else is unknown. Text, because ``-e`` gives text."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value):
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    return None
+
+
+def _size(facts: Mapping[str, Any] | None, name: str) -> int | None:
+    return _whole((facts or {}).get(name))
+
+
+def _rows(value: Any) -> list[Mapping[str, Any]]:
+    """The entries of a list of devices that carry an address, in order of address."""
+    found = value if isinstance(value, Sequence) and not isinstance(value, str) else []
+    sound = [
+        row for row in found if isinstance(row, Mapping) and isinstance(row.get("address"), str)
+    ]
+    return [row for _, row in sorted({row["address"]: row for row in sound}.items())]
+
+
+def gib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / GIB:.1f} GiB"
+
+
+# --- parts of the plan ----------------------------------------------------------------------------
+
+
+def build_jobs(free: int | None, cpus: int | None, most: int) -> dict[str, Any]:
+    """MAX_JOBS of a flash-attn build: memory per job x threads within the share of free memory.
+
+    Args:
+        free: bytes of memory that are available within the control groups, None when unknown.
+        cpus: CPUs that may be used, None when unknown.
+        most: highest number of jobs.
+
+    Returns:
+        ``max_jobs`` (0: not even one fits; None: memory unknown) and the arithmetic as a sentence.
+    """
+    job = MEMORY_PER_THREAD_BYTES * NVCC_THREADS
+    result = {"threads_per_job": NVCC_THREADS, "memory_per_job_bytes": job}
+    if free is None:
+        return {**result, "max_jobs": None, "arithmetic": "the free memory is unknown"}
+    share = free * BUILD_SHARE_PERCENT // 100
+    jobs = min(share // job, most, *([max(cpus, 1)] if cpus is not None else []))
+    text = (
+        f"{BUILD_SHARE_PERCENT} % of {gib(free)} free is {gib(share)}; one job is {NVCC_THREADS} "
+        f"threads x {gib(MEMORY_PER_THREAD_BYTES)} = {gib(job)}, so {share // job} fit; "
+        f"at most {most}{'' if cpus is None else f' and one a CPU ({cpus})'}: {jobs}"
+    )
+    return {**result, "max_jobs": jobs, "arithmetic": text}
+
+
+def tensor_parallel_fault(size: int, model: Mapping[str, Any] | None) -> str | None:
+    """Why the model cannot be divided over ``size`` ranks, None when it can (or is unknown)."""
+    for name, text in (("heads", "attention heads"), ("index_heads", "index heads")):
+        heads = _size(model, name)
+        if heads and heads % size:
+            return f"{heads} {text} do not divide by {size}"
+    rows = (model or {}).get("row_parallel")
+    pairs = [
+        (_whole(pair[0]), _whole(pair[1]))
+        for pair in (rows if isinstance(rows, list) else [])
+        if isinstance(pair, list | tuple) and len(pair) == 2
+    ]
+    inner = _size(model, "expert_intermediate_size")
+    if not pairs and inner:
+        pairs = [(inner, K_BLOCK)]
+    for elements, block in pairs:
+        if elements and block and elements % (size * block):
+            return f"rows of {elements} do not divide into {size} x blocks of {block}"
+    return None
+
+
+def _choose_cards(
+    plan: Plan, hardware: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """The usable cards in order of address; lost, fewer, other and mixed ones are faults."""
+    devices = _rows(_value(hardware, "nvidia_devices"))
+    seen = _rows(_value(hardware, "gpus"))
+    by_address = {row["address"]: row for row in seen}
+    cards: list[Mapping[str, Any]] = []
+    for device in devices or seen:
+        address = device["address"]
+        lost = device.get("revision") == "ff" or (bool(seen) and address not in by_address)
+        if lost:
+            reason = "the driver does not reach it"
+            if device.get("revision") == "ff":
+                reason = "it has fallen off the bus (rev ff)"
+            plan.gpus_left_out.append({"address": address, "reason": reason})
+            plan.refuse(
+                f"card {address}: {reason}",
+                f"{len(devices)} cards that answer",
+                "power the box off and on; if it comes back, reseat or replace the card",
+            )
+        else:
+            cards.append({**device, **by_address.get(address, {})})
+    if not seen:
+        plan.notes.append("memory and kind of the cards wait for the driver (nvidia-smi)")
+    expected = _whole(overrides.get("expected_gpus")) or 0
+    applied = overrides.get("applied")
+    before = applied.get("gpus") if isinstance(applied, Mapping) else None
+    if expected and len(cards) != expected:
+        plan.refuse(
+            f"{len(cards)} usable cards",
+            f"plan_expected_gpus: {expected}",
+            f"find the missing cards, or set plan_expected_gpus: {len(cards)}",
+        )
+    elif not expected and isinstance(before, list) and len(cards) < len(before):
+        addresses = {card["address"] for card in cards}
+        gone = [str(one) for one in before if one not in addresses]
+        plan.refuse(
+            f"{len(cards)} usable cards; gone: {', '.join(gone)}",
+            f"the {len(before)} of the plan last applied",
+            f"find the missing cards, or set plan_expected_gpus: {len(cards)}",
+        )
+    _check_kinds(plan, cards, overrides)
+    return cards
+
+
+def _check_kinds(
+    plan: Plan, cards: Sequence[Mapping[str, Any]], overrides: Mapping[str, Any]
+) -> None:
+    wanted = overrides.get("expected_gpu_model") or ""
+    kinds: dict[str, list[str]] = {}
+    for card in cards:
+        memory = _whole(card.get("memory_total_mib"))
+        text = f"{card.get('name') or 'unknown'}{'' if memory is None else f', {memory} MiB'}"
+        kinds.setdefault(text, []).append(card["address"])
+        capability = re.fullmatch(
+            r"([0-9]{1,3})\.([0-9]{1,3})", str(card.get("compute_capability"))
+        )
+        if capability and (int(capability[1]), int(capability[2])) < LOWEST_CAPABILITY:
+            plan.refuse(
+                f"card {card['address']} has compute capability {capability[0]}",
+                "9.0 or higher: below there is no sparse MLA backend",
+                "use cards of compute capability 9.0 or higher",
+            )
+        if wanted and str(wanted) not in text:
+            plan.refuse(
+                f"card {card['address']} is {text}",
+                f"plan_expected_gpu_model: {wanted}",
+                "correct plan_expected_gpu_model, or exchange the card",
+            )
+    if len(kinds) > 1 and overrides.get("allow_mixed_gpus") is not True:
+        plan.refuse(
+            "a mixed set: " + "; ".join(f"{len(kinds[kind])} x {kind}" for kind in sorted(kinds)),
+            "cards of one model and memory size",
+            "take the odd cards out, or set plan_allow_mixed_gpus: true (the smallest sets sizes)",
+        )
+
+
+def _parallel(plan: Plan, cards: int, model: Any, overrides: Mapping[str, Any]) -> None:
+    """Divide the cards: all of them by tensor parallel, then by pipeline stages."""
+    asked = _whole(overrides.get("tensor_parallel_size")) or 0
+    plan.data_parallel_size = max(_whole(overrides.get("data_parallel_size")) or 1, 1)
+    each = cards // plan.data_parallel_size
+    if each == 0:
+        plan.refuse(
+            f"{cards} cards",
+            f"at least one for each of plan_data_parallel_size: {plan.data_parallel_size}",
+            "lower plan_data_parallel_size",
+        )
+        plan.data_parallel_size, each = 1, cards
+    if asked:
+        reason = tensor_parallel_fault(asked, model)
+        if reason or asked > each:
+            plan.refuse(
+                reason or f"{each} cards for each copy of the model",
+                f"plan_tensor_parallel_size: {asked}",
+                "set plan_tensor_parallel_size: 0, which plans it",
+            )
+            asked = 0
+    fitting = [n for n in range(1, each + 1) if not tensor_parallel_fault(n, model)]
+    if asked:
+        plan.tensor_parallel_size = asked
+        return
+    layers = _size(model, "layers")
+    # all cards first, then few stages: a stage waits for the one before it
+    whole = [n for n in fitting if each % n == 0 and (layers is None or each // n <= layers)]
+    plan.tensor_parallel_size = max(whole or fitting or [1])
+    if whole and plan.tensor_parallel_size < each:
+        plan.pipeline_parallel_size = each // plan.tensor_parallel_size
+        why = tensor_parallel_fault(each, model)
+        plan.notes.append(
+            f"pipeline parallel {plan.pipeline_parallel_size}, because {why}; "
+            "nobody has measured it with a GGUF"
+        )
+
+
+def _memory(plan: Plan, cards: Sequence[Mapping[str, Any]], model: Any, stack: Any) -> int | None:
+    """Share of the cards' memory, weights and KV cache; the tokens that fit, None when unknown."""
+    options = _stack_options(stack)
+    plan.kv_cache_dtype = str(options.get("kv_cache_dtype") or "auto")
+    if plan.kv_cache_dtype == "bfloat16" and any(
+        str(card.get("compute_capability")).startswith("12.") for card in cards
+    ):
+        plan.refuse(
+            "kv_cache_dtype bfloat16 on cards of compute capability 12",
+            "fp8: their attention backend rejects bfloat16",
+            "set kv_cache_dtype: fp8 in the stack",
+        )
+    tp, pp = plan.tensor_parallel_size, plan.pipeline_parallel_size
+    weights = (model or {}).get("weights")
+    if isinstance(weights, Mapping):
+        prefixes = ["", "mtp_"] if plan.speculative_tokens else [""]
+        divided = sum(_whole(weights.get(f"{one}divided")) or 0 for one in prefixes)
+        whole = sum(_whole(weights.get(f"{one}replicated")) or 0 for one in prefixes)
+        plan.weights_bytes_per_gpu = -(-(-(-divided // tp) + whole) // pp)
+    plan.kv_cache_bytes_per_token_per_gpu = _kv_bytes(plan, model, options)
+    totals = [_whole(card.get("memory_total_mib")) for card in cards]
+    known = [size * MIB for size in totals if size]
+    if len(known) != len(totals) or not known:
+        return None
+    total = min(known)
+    percent = min(DEFAULT_UTILIZATION_PERCENT, max(total - OUTSIDE_BYTES, 0) * 100 // total)
+    plan.gpu_memory_utilization = percent / 100
+    share = total * percent // 100
+    if plan.weights_bytes_per_gpu is None or not plan.kv_cache_bytes_per_token_per_gpu:
+        return None
+    room = share - plan.weights_bytes_per_gpu - ACTIVATION_BYTES
+    if room < plan.kv_cache_bytes_per_token_per_gpu * BLOCK_TOKENS:
+        plan.refuse(
+            f"{gib(plan.weights_bytes_per_gpu)} of weights a card and {gib(ACTIVATION_BYTES)} for "
+            f"activations, {percent} % of {gib(total)} is {gib(share)}",
+            "room for the KV cache besides",
+            "add cards, or take a smaller quantisation of the model",
+        )
+        return None
+    return room // plan.kv_cache_bytes_per_token_per_gpu
+
+
+def _kv_bytes(plan: Plan, model: Any, options: Mapping[str, Any]) -> int | None:
+    """KV cache of a token on one card; MLA keeps one latent vector, whole on every rank."""
+    layers, rank, rope = (_size(model, n) for n in ("layers", "kv_lora_rank", "qk_rope_head_dim"))
+    if layers is None or rank is None or rope is None:
+        return None
+    layers = -(-layers // plan.pipeline_parallel_size)
+    layers += (_size(model, "mtp_layers") or 0) if plan.speculative_tokens else 0
+    if plan.device == "cpu":  # dense MLA, no indexer
+        return layers * (rank + rope) * _DTYPE_BYTES.get(str(options.get("dtype")), 2)
+    latent = FP8_DS_MLA_BYTES if plan.kv_cache_dtype.startswith("fp8") else (rank + rope) * 2
+    # keys in fp8 and a scale of four bytes for each 128 (models/deepseek_v32/attention.py:96)
+    head = _size(model, "index_head_dim") or 0
+    return layers * (latent + head + head // 128 * 4)
+
+
+def _stack_options(stack: Any) -> Mapping[str, Any]:
+    serve = stack.get("serve") if isinstance(stack, Mapping) else None
+    options = serve.get("options") if isinstance(serve, Mapping) else None
+    return options if isinstance(options, Mapping) else {}
+
+
+def _cpu_tokens(plan: Plan, hardware: Mapping[str, Any], model: Any, stack: Any) -> int | None:
+    """Tokens of the CPU's KV cache; a model larger than the free memory is a fault."""
+    plan.kv_cache_bytes_per_token_per_gpu = _kv_bytes(plan, model, _stack_options(stack))
+    size, free = _size(model, "tensor_bytes"), _whole(_value(hardware, "memory_available_bytes"))
+    if size is not None and free is not None and size > free:
+        plan.refuse(
+            f"{gib(size)} of weights, {gib(free)} of free memory",
+            "a model that fits in memory",
+            "take a smaller model, or a box with NVIDIA cards",
+        )
+    serve = stack.get("serve") if isinstance(stack, Mapping) else None
+    variables = serve.get("environment") if isinstance(serve, Mapping) else None
+    space = _size(variables, "VLLM_CPU_KVCACHE_SPACE") if isinstance(variables, Mapping) else None
+    if space is None or not plan.kv_cache_bytes_per_token_per_gpu:
+        return None
+    return space * GIB // plan.kv_cache_bytes_per_token_per_gpu
+
+
+def _context(plan: Plan, tokens: int | None, model: Any, overrides: Mapping[str, Any]) -> None:
+    plan.kv_cache_tokens = None if tokens is None else tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    asked = _whole(overrides.get("max_model_len")) or 0
+    bounds = [_size(model, "max_position_embeddings"), plan.kv_cache_tokens]
+    if plan.device == "cpu":  # dense attention is the same only up to there
+        bounds.append(_size(model, "index_topk"))
+    known = [bound for bound in bounds if bound]
+    if asked:
+        plan.max_model_len = asked
+        if plan.kv_cache_tokens is not None and asked > plan.kv_cache_tokens:
+            plan.refuse(
+                f"{plan.kv_cache_tokens} tokens of KV cache fit",
+                f"plan_max_model_len: {asked}",
+                "set plan_max_model_len: 0, which plans it, or a lower one",
+            )
+    elif known:
+        plan.max_model_len = min(known)
+    if plan.max_model_len and plan.kv_cache_tokens is not None:
+        plan.concurrent_contexts = round(plan.kv_cache_tokens / plan.max_model_len, 2)
+
+
+def _links(plan: Plan, hardware: Mapping[str, Any]) -> None:
+    """NCCL variables by the worst link between the cards that are used."""
+    if len(plan.gpus) < 2:
+        return
+    matrix = _value(hardware, "gpu_links")
+    matrix = matrix if isinstance(matrix, Mapping) else {}
+    classes = set()
+    for one in plan.gpus:
+        row = matrix.get(one)
+        for other in plan.gpus:
+            if one != other:
+                link = row.get(other) if isinstance(row, Mapping) else None
+                classes.add(link if isinstance(link, str) else None)
+    levels = {"pcie_switch": "PXB", "pcie_socket": "PHB", "pcie_cross_socket": "SYS"}
+    found = [name for name in levels if name in classes]
+    if classes == {"nvlink"}:
+        plan.notes.append("NVLink between all cards: NCCL's own choices are kept")
+    elif "nvlink" in classes or not classes <= set(levels):
+        plan.notes.append(
+            "the links between the cards are mixed or unknown: no NCCL variable is set"
+        )
+    else:
+        # glm5-on-vllm: 43 to 57 tokens/s with LL on the historic stack; P2P as far as the cards are
+        plan.nccl = {"NCCL_P2P_LEVEL": levels[found[-1]], "NCCL_PROTO": "LL"}
+        plan.notes.append(
+            "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=1 may be faster: measure on the box"
+        )
+        if _value(hardware, "iommu") == "on" and _value(hardware, "acs") is True:
+            plan.notes.append(
+                "the IOMMU translates and ACS redirects: NCCL may hang (field report V1); if it "
+                "does, switch both off in the firmware or set NCCL_P2P_DISABLE=1"
+            )
+
+
+def _numa(plan: Plan, cards: Sequence[Mapping[str, Any]]) -> None:
+    nodes = [_whole(card.get("numa_node")) for card in cards if card["address"] in plan.gpus]
+    bind = None not in nodes and len(set(nodes)) > 1
+    plan.numa = {"bind": bind, "nodes": nodes if bind else []}
+    if bind:
+        plan.notes.append("cards on several NUMA nodes: --numa-bind needs numactl; measure it")
+
+
+def _limits(plan: Plan, hardware: Mapping[str, Any], model: Any) -> None:
+    size = _size(model, "tensor_bytes")
+    speeds = _value(hardware, "read_speeds")
+    known = [_whole(one) for one in speeds.values()] if isinstance(speeds, Mapping) else []
+    measured = min((one for one in known if one), default=None)
+    speed = measured or READ_SPEED_ASSUMED
+    seconds: int | None = None
+    text = "the size of the model is unknown"
+    if size is not None:
+        seconds = -(-size // speed) * READ_SAFETY + JIT_FLOOR_SECONDS
+        text = (
+            f"{size / 1e9:.1f} GB at {speed / 1e9:.2f} GB/s "
+            f"({'measured' if measured else 'assumed'}) x {READ_SAFETY}, and {JIT_FLOOR_SECONDS} s "
+            f"for the first compiles: {seconds} s"
+        )
+    plan.limits = {
+        "memlock": "infinity",
+        "nofile": NOFILE,
+        "start_timeout_seconds": seconds,
+        "ready_timeout_seconds": seconds,
+        "arithmetic": text,
+    }
+
+
+def plan(
+    hardware: Mapping[str, Any],
+    model: Mapping[str, Any] | None,
+    stack: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+) -> Plan:
+    """Decide what runs. Never raises on facts of any shape: what is not understood is unknown.
+
+    Args:
+        hardware: the result of ``hardware_facts``.
+        model: the result of ``model_facts``, None when there is no model on the box yet.
+        stack: of ``load_stack``; ``device`` and ``serve`` are read.
+        overrides: the variables plan_* without their prefix, 0 and "" meaning "planned" or "any";
+            ``applied`` is the plan last applied.
+    """
+    device = "cuda" if stack.get("device") == "cuda" else "cpu"
+    result = Plan(device=device)
+    result.speculative_tokens = _whole(overrides.get("speculative_tokens")) or 0
+    free = _whole(_value(hardware, "memory_available_bytes"))
+    cpus = _whole(_value(hardware, "cpu_count"))
+    result.build = build_jobs(free, cpus, _whole(overrides.get("max_jobs")) or MOST_JOBS)
+    if not model:
+        result.notes.append("weights, KV cache, context and start limit wait for the model")
+    if device == "cpu":
+        result.tensor_parallel_size = _whole(overrides.get("tensor_parallel_size")) or 1
+        reason = tensor_parallel_fault(result.tensor_parallel_size, model)
+        if reason:
+            result.refuse(
+                reason,
+                f"plan_tensor_parallel_size: {result.tensor_parallel_size}",
+                "set plan_tensor_parallel_size: 0, which plans it",
+            )
+        tokens = _cpu_tokens(result, hardware, model, stack)
+        cards: list[Mapping[str, Any]] = []
+    else:
+        cards = _choose_cards(result, hardware, overrides)
+        if not cards:
+            result.refuse("no usable NVIDIA card", "at least one", "set plan_stack: glm5-cpu")
+        _parallel(result, max(len(cards), 1), model, overrides)
+        used = (
+            result.tensor_parallel_size * result.pipeline_parallel_size * result.data_parallel_size
+        )
+        result.gpus = [card["address"] for card in cards[:used]]
+        for card in cards[used:]:
+            reason = f"{used} of {len(cards)} cards are what the parallel sizes use"
+            result.gpus_left_out.append({"address": card["address"], "reason": reason})
+        tokens = _memory(result, cards[:used], model, stack)
+        if result.build["max_jobs"] == 0:
+            result.notes.append(f"no flash-attn build fits: {result.build['arithmetic']}")
+    _context(result, tokens, model, overrides)
+    _links(result, hardware)
+    _numa(result, cards)
+    _limits(result, hardware, model)
+    total = _whole(_value(hardware, "memory_total_bytes"))
+    result.box = {"cpus": cpus, "memory_total_bytes": total}
+    return result

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from gpubox.serving_plan import GIB, Plan, plan
+from hypothesis import given
+from hypothesis import strategies as st
+
+CUDA = {"device": "cuda", "serve": {"options": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}}}
+CPU = {
+    "device": "cpu",
+    "serve": {"options": {"dtype": "float32"}, "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
+}
+# config.json of GLM-5 and round sums of the size of its Q4_K_XL
+GLM5: dict[str, Any] = {
+    "layers": 78,
+    "heads": 64,
+    "index_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "experts": 256,
+    "expert_intermediate_size": 2048,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "max_position_embeddings": 202752,
+    "mtp_layers": 1,
+    "tensor_bytes": 402 * 10**9,
+    "weights": {
+        "divided": 392 * 10**9,
+        "replicated": 4 * 10**9,
+        "mtp_divided": 6 * 10**9,
+        "mtp_replicated": 10**8,
+    },
+    "row_parallel": [[2048, 256], [12288, 256], [16384, 256]],
+}
+
+
+def known(**values: Any) -> dict[str, Any]:
+    return {
+        name: {"value": value, "unknown": None, "source": "written by the test"}
+        for name, value in values.items()
+    }
+
+
+def box(
+    cards: int,
+    *,
+    memory_gib: int = 432,
+    card_mib: int = 97887,
+    link: str = "pcie_cross_socket",
+    capability: str = "12.0",
+    name: str = "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+) -> dict[str, Any]:
+    addresses = [f"0000:{16 * (index + 1):02x}:00.0" for index in range(cards)]
+    gpus = [
+        {
+            "index": index,
+            "address": address,
+            "name": name,
+            "memory_total_mib": card_mib,
+            "compute_capability": capability,
+            "numa_node": 2 * index // cards,
+        }
+        for index, address in enumerate(addresses)
+    ]
+    links = {one: {two: link for two in addresses if two != one} for one in addresses}
+    return known(
+        nvidia_devices=[{"address": address, "revision": "a1"} for address in addresses],
+        gpus=gpus,
+        gpu_links=links if cards > 1 else {},
+        cpu_count=64,
+        memory_total_bytes=memory_gib * GIB,
+        memory_available_bytes=memory_gib * GIB,
+    )
+
+
+def sizes(result: Plan) -> tuple[int, int, int]:
+    return (
+        result.tensor_parallel_size,
+        result.pipeline_parallel_size,
+        result.data_parallel_size,
+    )
+
+
+def test_the_reference_box_uses_every_card() -> None:
+    result = plan(box(8), GLM5, CUDA, {"speculative_tokens": 2})
+    assert result.faults == []
+    assert sizes(result) == (8, 1, 1)
+    assert len(result.gpus) == 8
+    # 398 GB over eight ranks and 4.1 GB on each
+    assert result.weights_bytes_per_gpu == 398 * 10**9 // 8 + 41 * 10**8
+    # (656 + 128 + 4) bytes, 78 layers and the MTP layer
+    assert result.kv_cache_bytes_per_token_per_gpu == 788 * 79 == 62252
+    assert result.gpu_memory_utilization == 0.92
+    assert result.max_model_len == 202752
+    assert result.kv_cache_tokens is not None
+    assert result.kv_cache_tokens > 202752
+    assert result.nccl == {"NCCL_P2P_LEVEL": "SYS", "NCCL_PROTO": "LL"}
+    assert result.numa == {"bind": True, "nodes": [0, 0, 0, 0, 1, 1, 1, 1]}
+    assert any("PCIE_IPC" in note and "measure" in note for note in result.notes)
+    assert "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC" not in result.environment
+    # 402 GB at the assumed 0.5 GB/s, three times, and the compiles
+    assert result.limits["start_timeout_seconds"] == 804 * 3 + 1200
+
+
+def test_without_mtp_its_layer_costs_nothing() -> None:
+    result = plan(box(8), GLM5, CUDA, {})
+    assert result.weights_bytes_per_gpu == 53 * 10**9
+    assert result.kv_cache_bytes_per_token_per_gpu == 788 * 78
+
+
+@pytest.mark.parametrize(
+    ("memory", "cpus", "most", "jobs"),
+    [(288, 64, 0, 12), (432, 64, 0, 18), (900, 64, 0, 32), (900, 64, 40, 38), (432, 8, 0, 8)],
+)
+def test_build_jobs_stay_within_the_share(memory: int, cpus: int, most: int, jobs: int) -> None:
+    facts = box(8, memory_gib=memory) | known(cpu_count=cpus)
+    build = plan(facts, GLM5, CUDA, {"max_jobs": most}).build
+    assert build["max_jobs"] == jobs
+    assert f"85 % of {memory}.0 GiB" in build["arithmetic"]
+
+
+def test_two_cards_are_too_few_and_the_numbers_say_so() -> None:
+    result = plan(box(2, memory_gib=288), GLM5, CUDA, {})
+    (fault,) = result.faults
+    assert "186.3 GiB of weights a card" in fault["measured"]
+    assert result.max_model_len == 202752  # the model's own; nothing is adapted
+
+
+def test_four_large_cards_serve() -> None:
+    facts = box(4, card_mib=143771, capability="9.0", name="NVIDIA H200", link="nvlink")
+    result = plan(facts, GLM5, CUDA, {})
+    assert result.faults == []
+    assert sizes(result) == (4, 1, 1)
+    assert result.nccl == {}
+
+
+def test_six_cards_are_used_by_stages() -> None:
+    result = plan(box(6, card_mib=143771), GLM5, CUDA, {})
+    assert sizes(result) == (2, 3, 1)
+    assert any("64 attention heads do not divide by 6" in note for note in result.notes)
+
+
+def test_sixteen_ranks_would_cut_a_block() -> None:
+    result = plan(box(16), GLM5, CUDA, {})
+    assert sizes(result) == (8, 2, 1)
+    (fault,) = plan(box(16), GLM5, CUDA, {"tensor_parallel_size": 16}).faults
+    assert fault["measured"] == "rows of 2048 do not divide into 16 x blocks of 256"
+
+
+def test_cards_that_are_asked_not_to_be_used_are_left_out_with_the_reason() -> None:
+    result = plan(box(8, card_mib=143771), GLM5, CUDA, {"tensor_parallel_size": "4"})
+    assert sizes(result) == (4, 1, 1)
+    assert len(result.gpus_left_out) == 4
+    assert "4 of 8 cards" in result.gpus_left_out[0]["reason"]
+
+
+def test_a_workstation_is_refused_with_the_numbers() -> None:
+    (fault,) = plan(box(1, memory_gib=128), GLM5, CUDA, {}).faults
+    assert "368.8 GiB of weights" in fault["measured"]
+
+
+def test_a_card_off_the_bus_is_named() -> None:
+    facts = box(8)
+    facts["nvidia_devices"]["value"][2]["revision"] = "ff"
+    facts["gpus"]["value"].pop(2)
+    result = plan(facts, GLM5, CUDA, {"expected_gpus": 8})
+    assert ["0000:30:00.0" in fault["measured"] for fault in result.faults[:1]] == [True]
+    assert result.faults[1]["measured"] == "7 usable cards"
+    assert "0000:30:00.0" not in result.gpus
+
+
+def test_a_card_that_is_gone_since_the_last_plan_stops() -> None:
+    applied = plan(box(8), GLM5, CUDA, {}).to_dict()
+    facts = box(8)
+    for name in ("nvidia_devices", "gpus"):
+        facts[name]["value"].pop(7)
+    faults = plan(facts, GLM5, CUDA, {"applied": applied}).faults
+    assert "gone: 0000:80:00.0" in faults[0]["measured"]
+    wanted = plan(facts, GLM5, CUDA, {"applied": applied, "expected_gpus": 7})
+    assert not any("gone" in fault["measured"] for fault in wanted.faults)
+
+
+def test_a_mixed_set_and_another_model_are_refused_unless_allowed() -> None:
+    facts = box(8)
+    facts["gpus"]["value"][7]["memory_total_mib"] = 24576
+    (mixed, *_) = plan(facts, GLM5, CUDA, {}).faults
+    assert mixed["measured"].startswith("a mixed set: 1 x ")
+    allowed = plan(facts, GLM5, CUDA, {"allow_mixed_gpus": True}).faults
+    assert not any("mixed" in fault["measured"] for fault in allowed)
+    others = plan(box(8), GLM5, CUDA, {"expected_gpu_model": "H200"}).faults
+    assert len(others) == 8
+
+
+def test_old_cards_and_bfloat16_kv_on_new_ones_are_refused() -> None:
+    assert len(plan(box(8, capability="8.0"), GLM5, CUDA, {}).faults) == 8
+    stack = {"device": "cuda", "serve": {"options": {"kv_cache_dtype": "bfloat16"}}}
+    (fault,) = plan(box(8), GLM5, stack, {}).faults
+    assert "attention backend rejects" in fault["wanted"]
+
+
+def test_the_context_of_the_operator_is_kept_or_refused() -> None:
+    assert plan(box(8), GLM5, CUDA, {"max_model_len": "131072"}).max_model_len == 131072
+    (fault,) = plan(box(8), GLM5, CUDA, {"max_model_len": 10**7}).faults
+    assert "tokens of KV cache fit" in fault["measured"]
+
+
+def test_the_demo_keeps_its_sizes() -> None:
+    tiny = GLM5 | {
+        "layers": 3,
+        "heads": 8,
+        "max_position_embeddings": 4096,
+        "tensor_bytes": 10**7,
+        "row_parallel": [[512, 256]],
+    }
+    facts = known(cpu_count=2, memory_available_bytes=8 * GIB, nvidia_devices=[])
+    result = plan(facts, tiny, CPU, {})
+    assert result.faults == []
+    assert sizes(result) == (1, 1, 1)
+    assert result.max_model_len == 2048
+    assert result.gpu_memory_utilization is None
+
+
+def test_without_a_model_the_plan_says_what_waits() -> None:
+    result = plan(box(8), None, CUDA, {})
+    assert result.faults == []
+    assert result.tensor_parallel_size == 8
+    assert result.max_model_len is None
+    assert any("wait for the model" in note for note in result.notes)
+
+
+def test_the_order_of_the_cards_changes_nothing() -> None:
+    facts = box(8)
+    facts["gpus"]["value"].reverse()
+    facts["nvidia_devices"]["value"].reverse()
+    assert plan(facts, GLM5, CUDA, {}).to_dict() == plan(box(8), GLM5, CUDA, {}).to_dict()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+FACTS = (
+    "nvidia_devices",
+    "gpus",
+    "gpu_links",
+    "cpu_count",
+    "memory_available_bytes",
+    "read_speeds",
+)
+DEVICE = st.fixed_dictionaries({"address": st.text(max_size=3)}, optional={"revision": JSON})
+
+
+@given(
+    st.fixed_dictionaries({}, optional=dict.fromkeys(FACTS, JSON)),
+    st.lists(DEVICE, max_size=5),
+    st.none() | st.fixed_dictionaries({}, optional=dict.fromkeys(GLM5, JSON)),
+    st.sampled_from([CUDA, CPU]),
+    st.dictionaries(
+        st.sampled_from(["tensor_parallel_size", "max_jobs", "data_parallel_size", "applied"]), JSON
+    ),
+)
+def test_no_facts_crash_the_planner(
+    raw: dict[str, Any], devices: Any, model: Any, stack: Any, overrides: Any
+) -> None:
+    facts = known(**raw) | known(nvidia_devices=devices)
+    json.dumps(plan(facts, model, stack, overrides).to_dict())
+
+
+@given(st.integers(1, 20), st.integers(0, 24), st.integers(1, 4), st.integers(1, 2000))
+def test_invariants(cards: int, asked: int, copies: int, memory: int) -> None:
+    overrides = {"tensor_parallel_size": asked, "data_parallel_size": copies}
+    result = plan(box(cards, memory_gib=memory), GLM5, CUDA, overrides)
+    tp, pp, dp = sizes(result)
+    assert tp * pp * dp == len(result.gpus)
+    assert len(result.gpus) + len(result.gpus_left_out) == cards
+    assert 64 % tp == 0
+    assert 2048 % (tp * 256) == 0
+    used = result.build["max_jobs"] * result.build["memory_per_job_bytes"]
+    assert used <= memory * GIB * 0.85
