@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan for people, what differs from the plan last applied, and what is redone therefore."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .serving_plan import gib
+
+# what a running server was started with
+RUNS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "speculative_tokens",
+    "nccl",
+    "environment",
+)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={value[key]}" for key in sorted(value)) or "none"
+    return str(value)
+
+
+def _rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    box = plan.get("box") or {}
+    memory = box.get("memory_total_bytes")
+    weights = plan.get("weights_bytes_per_gpu")
+    limits = plan.get("limits") or {}
+    rows = [
+        ("GPUs", str(len(plan.get("gpus") or []))),
+        ("RAM", "unknown" if memory is None else gib(memory)),
+        ("CPUs", _shown(box.get("cpus"))),
+        ("MAX_JOBS", _shown((plan.get("build") or {}).get("max_jobs"))),
+    ]
+    rows += [(name, _shown(plan.get(name))) for name in RUNS]
+    return [
+        *rows,
+        ("weights per GPU", "unknown" if weights is None else gib(weights)),
+        ("KV cache tokens", _shown(plan.get("kv_cache_tokens"))),
+        ("concurrent contexts", _shown(plan.get("concurrent_contexts"))),
+        ("start limit needed (s)", _shown(limits.get("start_timeout_seconds"))),
+    ]
+
+
+def table(plan: Mapping[str, Any]) -> list[str]:
+    """The plan as aligned lines: the numbers, what is left out, notes and faults."""
+    rows = _rows(plan)
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    lines += [f"left out: {one['address']}: {one['reason']}" for one in plan["gpus_left_out"]]
+    lines += [f"build: {plan['build']['arithmetic']}", f"start: {plan['limits']['arithmetic']}"]
+    lines += [f"note: {note}" for note in plan["notes"]]
+    return lines + fault_lines(plan)
+
+
+def fault_lines(plan: Mapping[str, Any]) -> list[str]:
+    """One line for each fault."""
+    return [
+        f"fault: measured: {one['measured']}; wanted: {one['wanted']}; do: {one['do']}"
+        for one in plan["faults"]
+    ]
+
+
+def differences(applied: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> list[str]:
+    """``name old → new`` of each row that differs from the plan last applied.
+
+    MAX_JOBS follows the memory that is free at the moment, so it counts only when the box itself
+    has changed.
+    """
+    if not applied:
+        return ["nothing was applied before"]
+    before, changed = dict(_rows(applied)), []
+    same_box = applied.get("box") == plan.get("box")
+    for name, value in _rows(plan):
+        if before.get(name) != value and not (name == "MAX_JOBS" and same_box):
+            changed.append(f"{name} {before.get(name, 'unknown')} → {value}")
+    if applied.get("stack") != plan.get("stack"):
+        changed.append(f"stack {applied.get('stack')} → {plan.get('stack')}")
+    return changed
+
+
+def redone(applied: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> dict[str, bool]:
+    """What site.yml will do again because of the plan (not of other variables)."""
+    stack = not applied or applied.get("stack") != plan.get("stack")
+    runs = stack or any((applied or {}).get(name) != plan.get(name) for name in RUNS)
+    return {"environment": stack, "flash-attn": False, "unit": runs, "restart": runs}
+
+
+def report(applied: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> list[str]:
+    """Table, differences and what is redone, as lines."""
+    again = ", ".join(
+        f"{name} {'yes' if do else 'no'}" for name, do in redone(applied, plan).items()
+    )
+    changed = "; ".join(differences(applied, plan)) or "nothing"
+    return [*table(plan), f"changed since the plan last applied: {changed}", f"redone: {again}"]
+
+
+def record(applied: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> str:
+    """The text of plan.json; the one that is there when nothing that counts differs."""
+    keep = applied if applied and not differences(applied, plan) else plan
+    return json.dumps(keep, indent=1, sort_keys=True) + "\n"
+
+
+def options(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``vllm serve`` that the plan decides; None leaves an option out."""
+    tokens = plan["speculative_tokens"]
+    return {
+        "tensor_parallel_size": plan["tensor_parallel_size"],
+        "max_model_len": plan["max_model_len"],
+        "gpu_memory_utilization": plan["gpu_memory_utilization"],
+        **{
+            name: plan[name]
+            for name in ("pipeline_parallel_size", "data_parallel_size")
+            if plan[name] > 1
+        },
+        "speculative_config": (
+            {"method": "mtp", "num_speculative_tokens": tokens} if tokens else None
+        ),
+    }

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpubox.plan_report import differences, options, record, redone, report, table
+from gpubox.serving_plan import GIB, plan
+
+from tests.unit.test_serving_plan import CUDA, GLM5, box, known
+
+
+def planned(cards: int, memory: int, stack: str = "a", **overrides: Any) -> dict[str, Any]:
+    result = plan(box(cards, memory_gib=memory), GLM5, CUDA, overrides)
+    return {**result.to_dict(), "stack": stack}
+
+
+def test_columns_are_aligned() -> None:
+    lines = table(planned(8, 432))
+    assert "GPUs                    8" in lines
+    assert "tensor_parallel_size    8" in lines
+    assert "RAM                     432.0 GiB" in lines
+
+
+def test_from_two_cards_to_eight() -> None:
+    before, after = planned(2, 288), planned(8, 432)
+    changed = differences(before, after)
+    for line in (
+        "GPUs 2 → 8",
+        "RAM 288.0 GiB → 432.0 GiB",
+        "MAX_JOBS 12 → 18",
+        "tensor_parallel_size 2 → 8",
+    ):
+        assert line in changed
+    assert redone(before, after) == {
+        "environment": False,
+        "flash-attn": False,
+        "unit": True,
+        "restart": True,
+    }
+    assert "redone: environment no, flash-attn no, unit yes, restart yes" in report(before, after)
+
+
+def test_the_same_plan_changes_nothing_though_free_memory_moves() -> None:
+    before = planned(8, 432)
+    facts = box(8) | known(memory_available_bytes=300 * GIB)
+    after = {**plan(facts, GLM5, CUDA, {}).to_dict(), "stack": "a"}
+    assert after["build"] != before["build"]
+    assert differences(before, after) == []
+    assert not any(redone(before, after).values())
+    assert record(before, after) == record(None, before)
+
+
+def test_a_new_stack_is_a_new_environment() -> None:
+    again = redone(planned(8, 432), planned(8, 432, stack="b"))
+    assert again["environment"]
+    assert again["restart"]
+
+
+def test_faults_and_the_first_plan_are_told() -> None:
+    lines = report(None, planned(2, 288))
+    assert any(line.startswith("fault: measured: 186.3 GiB of weights") for line in lines)
+    assert any("nothing was applied before" in line for line in lines)
+
+
+@pytest.mark.parametrize(("cards", "names"), [(8, set()), (16, {"pipeline_parallel_size"})])
+def test_options_of_the_server(cards: int, names: set[str]) -> None:
+    given = options(planned(cards, 432, speculative_tokens=2))
+    assert given["tensor_parallel_size"] == 8
+    assert given["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 2}
+    assert {name for name in given if name.endswith("parallel_size")} == {
+        "tensor_parallel_size",
+        *names,
+    }
