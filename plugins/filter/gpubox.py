@@ -13,10 +13,12 @@ from ansible.errors import AnsibleFilterError
 # Ansible ships module_utils to the box under a name of its own; on the controller it does not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "module_utils"))
 
+from gpubox import plan_report
 from gpubox.errors import GpuboxError
 from gpubox.mirror import model_plan
 from gpubox.release import digest
 from gpubox.serving import serve_arguments
+from gpubox.serving_plan import plan
 from gpubox.stack import (
     file_digest,
     known_stacks,
@@ -42,6 +44,11 @@ def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _planned(hardware: Any, model: Any, stack: Any, overrides: Any) -> dict[str, Any]:
+    """The plan, with the digest of the stack that it is for."""
+    return {**plan(hardware, model, stack, overrides).to_dict(), "stack": stack["digest"]}
+
+
 class FilterModule:
     """Filters of gpubox."""
 
@@ -51,6 +58,15 @@ class FilterModule:
             "gpubox_digest": _readable(digest),
             "gpubox_file_digest": _readable(lambda path: file_digest(Path(path))),
             "gpubox_series_at": _readable(series_at),
+            "gpubox_plan": _readable(_planned),
+            "plan_options": _readable(plan_report.options),
+            "plan_record": _readable(lambda now, applied: plan_report.record(applied, now)),
+            "plan_redone": _readable(lambda now, applied: plan_report.redone(applied, now)),
+            "plan_differences": _readable(
+                lambda now, applied: plan_report.differences(applied, now)
+            ),
+            "plan_report": _readable(lambda now, applied: plan_report.report(applied, now)),
+            "plan_faults": _readable(plan_report.fault_lines),
             "load_stack": _readable(lambda name, root: load_stack(name, Path(root))),
             "model_plan": _readable(model_plan),
             "role_options": _readable(lambda roles: role_options(Path(roles))),

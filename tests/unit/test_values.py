@@ -46,7 +46,7 @@ BAD = [
     ("serving_ready_prompt", "two\nlines"),
     ("serving_ready_tokens", 0),
     ("serving_start_timeout", -1),
-    ("plan_tensor_parallel_size", 0),
+    ("plan_tensor_parallel_size", -1),
     ("plan_max_model_len", -1),
     ("plan_speculative_tokens", -1),
     ("plan_stack", "../stacks/glm5-cpu"),

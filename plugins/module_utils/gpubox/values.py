@@ -39,6 +39,7 @@ _OWNED = {
     "port": "serving_port",
     "served_model_name": "serving_model_name",
     "speculative_config": "plan_speculative_tokens",
+    "data_parallel_size": "plan_data_parallel_size",
     "tensor_parallel_size": "plan_tensor_parallel_size",
 }
 
@@ -183,9 +184,12 @@ _RULES: dict[str, Rule] = {
     "gguf_model_token_file": _or_empty(_path),
     "hardware_root": _path,
     "plan_expected_gpus": _whole(0, 64),
-    "plan_max_model_len": _whole(1),
+    "plan_data_parallel_size": _whole(1),
+    "plan_format": _text(r"table|json", "table or json"),
+    "plan_max_jobs": _whole(0),
+    "plan_max_model_len": _whole(0),
     "plan_speculative_tokens": _whole(0, 16),
-    "plan_tensor_parallel_size": _whole(1),
+    "plan_tensor_parallel_size": _whole(0),
     "python_env_ca_bundle": _or_empty(_path),
     "python_env_cache_dir": _path,
     "python_env_extra_packages": _each(
