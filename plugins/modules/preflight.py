@@ -19,10 +19,6 @@ options:
     type: str
     choices: [cpu, cuda]
     required: true
-  expected_gpus:
-    description: NVIDIA cards that the box is known to have; 0 when that was not said.
-    type: int
-    default: 0
   environment: {description: Directory of the environment., type: path, required: true}
   tensor_parallel_size: {description: Ranks of the plan., type: int, required: true}
   max_model_len: {description: Longest context in tokens., type: int, required: true}
@@ -61,7 +57,6 @@ EXAMPLES = r"""
   preflight:
     hardware: "{{ __hardware_facts }}"
     device: cuda
-    expected_gpus: 8
     stack: glm5-cu130
     stack_device: cuda
     environment: /opt/gpubox/environments/0123456789abcdef
@@ -219,11 +214,7 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
     return [
         *preflight.check_host(init, facts.get("os_release"), facts.get("architecture")),
         *preflight.check_device(given["stack"], given["stack_device"], given["device"]),
-        *check_cards(
-            given["hardware"],
-            given["expected_gpus"],
-            processes_of(root, state.get("ControlGroup", "")),
-        ),
+        *check_cards(given["hardware"], processes_of(root, state.get("ControlGroup", ""))),
         *check_driver(given["hardware"]),
         *preflight.check_model(
             config,
@@ -272,7 +263,6 @@ def main() -> None:
             "device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
             "stack": {"type": "str", "required": True},
             "stack_device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
-            "expected_gpus": {"type": "int", "default": 0},
             "environment": {"type": "path", "required": True},
             "tensor_parallel_size": {"type": "int", "required": True},
             "max_model_len": {"type": "int", "required": True},

@@ -98,7 +98,7 @@ def test_the_reference_box_uses_every_card() -> None:
     assert result.max_model_len == 202752
     assert result.kv_cache_tokens is not None
     assert result.kv_cache_tokens > 202752
-    assert result.nccl == {"NCCL_P2P_LEVEL": "SYS", "NCCL_PROTO": "LL"}
+    assert result.nccl == {"NCCL_PROTO": "LL"}
     assert result.numa == {"bind": True, "nodes": [0, 0, 0, 0, 1, 1, 1, 1]}
     assert any("PCIE_IPC" in note and "measure" in note for note in result.notes)
     assert "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC" not in result.environment
@@ -171,6 +171,15 @@ def test_a_card_off_the_bus_is_named() -> None:
     assert ["0000:30:00.0" in fault["measured"] for fault in result.faults[:1]] == [True]
     assert result.faults[1]["measured"] == "7 usable cards"
     assert "0000:30:00.0" not in result.gpus
+
+
+def test_a_card_that_nvidia_smi_lost_is_named_with_its_words() -> None:
+    facts = box(8)
+    facts["gpus"]["value"].pop(2)
+    lost = "Unable to determine the device handle for GPU2: 0000:30:00.0: Unknown Error"
+    facts["nvidia_smi_messages"] = {"value": ["note", lost], "unknown": None, "source": "x"}
+    (fault,) = plan(facts, GLM5, CUDA, {"tensor_parallel_size": 1}).faults[:1]
+    assert fault["measured"] == f"card 0000:30:00.0: the driver does not reach it ({lost})"
 
 
 def test_a_card_that_is_gone_since_the_last_plan_stops() -> None:

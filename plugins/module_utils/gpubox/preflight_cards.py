@@ -9,7 +9,7 @@ in which people lost days to each of these states.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .preflight import Finding
@@ -25,41 +25,15 @@ def _value(facts: Facts, name: str) -> Any:
     return facts.get(name, {}).get("value")
 
 
-def check_cards(facts: Facts, expected: int, own_processes: Collection[int] = ()) -> list[Finding]:
-    """The cards one by one, and as a set.
+def check_cards(facts: Facts, own_processes: Collection[int] = ()) -> list[Finding]:
+    """The state of each card. Lost, missing and mixed cards are faults of the plan.
 
     Args:
         facts: hardware facts.
-        expected: number of cards that the operator says the box has; 0 when it was not said.
         own_processes: process ids of our own unit, which may hold memory of the cards.
     """
-    devices = _value(facts, "nvidia_devices") or []
-    found = _lost_cards(facts, devices)
-    if expected and len(devices) != expected:
-        addresses = ", ".join(device["address"] for device in devices) or "none"
-        found.append(
-            Finding(
-                "error",
-                "cards",
-                f"{len(devices)} NVIDIA cards on the PCI bus ({addresses})",
-                f"{expected}, as plan_expected_gpus says",
-                "look for the missing card (seating, power, BIOS), or correct plan_expected_gpus",
-            )
-        )
-    cards = _value(facts, "gpus") or []
-    kinds = sorted({f"{card['name']} ({card['memory_total_mib']} MiB)" for card in cards})
-    if len(kinds) > 1:
-        found.append(
-            Finding(
-                "error",
-                "cards",
-                f"cards of different kinds: {', '.join(kinds)}",
-                "one kind: tensor parallel ranks wait for the slowest and fit the smallest",
-                "take the others out of the box, or hide them from the unit with"
-                " CUDA_VISIBLE_DEVICES in serving_environment",
-            )
-        )
-    for card in cards:
+    found = []
+    for card in _value(facts, "gpus") or []:
         found += _card_findings(card)
     for process in _value(facts, "gpu_processes") or []:
         if process["pid"] not in own_processes:
@@ -74,34 +48,6 @@ def check_cards(facts: Facts, expected: int, own_processes: Collection[int] = ()
                     f"end that process (ps -fp {process['pid']} says what it is)",
                 )
             )
-    return found
-
-
-def _lost_cards(facts: Facts, devices: Iterable[Mapping[str, Any]]) -> list[Finding]:
-    found = []
-    cards = _value(facts, "gpus")
-    shown = None if cards is None else {card["address"] for card in cards}
-    messages = _value(facts, "nvidia_smi_messages") or []
-    for device in devices:
-        address = device["address"]
-        if device["revision"] == "ff":
-            measured = f"card {address} does not answer on the PCI bus (revision ff)"
-        elif shown is not None and address not in shown:
-            said = [line for line in messages if address in line.lower()] or messages
-            measured = f"card {address} is on the PCI bus and not in nvidia-smi"
-            measured += f" ({'; '.join(said)})" if said else ""
-        else:
-            continue
-        found.append(
-            Finding(
-                "error",
-                "cards",
-                measured,
-                "a card that works",
-                "read dmesg for NVRM and Xid lines of that address, then switch the box off and"
-                " on (a reboot does not reset the slot); if it returns, look at power and cooling",
-            )
-        )
     return found
 
 

@@ -163,14 +163,15 @@ def _choose_cards(
         address = device["address"]
         lost = device.get("revision") == "ff" or (bool(seen) and address not in by_address)
         if lost:
-            reason = "the driver does not reach it"
+            reason = "the driver does not reach it" + _said_of(hardware, address)
             if device.get("revision") == "ff":
                 reason = "it has fallen off the bus (rev ff)"
             plan.gpus_left_out.append({"address": address, "reason": reason})
             plan.refuse(
                 f"card {address}: {reason}",
                 f"{len(devices)} cards that answer",
-                "power the box off and on; if it comes back, reseat or replace the card",
+                "read dmesg for NVRM and Xid lines of that address, then power the box off and on "
+                "(a reboot does not reset the slot); if it comes back, reseat or replace the card",
             )
         else:
             cards.append({**device, **by_address.get(address, {})})
@@ -195,6 +196,14 @@ def _choose_cards(
         )
     _check_kinds(plan, cards, overrides)
     return cards
+
+
+def _said_of(hardware: Mapping[str, Any], address: str) -> str:
+    """nvidia-smi's own words about a card, in brackets."""
+    messages = _value(hardware, "nvidia_smi_messages")
+    lines = messages if isinstance(messages, list) else []
+    said = [line for line in lines if isinstance(line, str) and address in line.lower()]
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _check_kinds(
@@ -382,17 +391,16 @@ def _links(plan: Plan, hardware: Mapping[str, Any]) -> None:
             if one != other:
                 link = row.get(other) if isinstance(row, Mapping) else None
                 classes.add(link if isinstance(link, str) else None)
-    levels = {"pcie_switch": "PXB", "pcie_socket": "PHB", "pcie_cross_socket": "SYS"}
-    found = [name for name in levels if name in classes]
     if classes == {"nvlink"}:
         plan.notes.append("NVLink between all cards: NCCL's own choices are kept")
-    elif "nvlink" in classes or not classes <= set(levels):
+    elif "nvlink" in classes or not classes <= {"pcie_switch", "pcie_socket", "pcie_cross_socket"}:
         plan.notes.append(
             "the links between the cards are mixed or unknown: no NCCL variable is set"
         )
     else:
-        # glm5-on-vllm: 43 to 57 tokens/s with LL on the historic stack; P2P as far as the cards are
-        plan.nccl = {"NCCL_P2P_LEVEL": levels[found[-1]], "NCCL_PROTO": "LL"}
+        # glm5-on-vllm: 43 to 57 tokens/s with LL on the historic stack. How far P2P reaches stays
+        # NCCL's own choice: nobody measured another one here, and P2P can hang (field report V1)
+        plan.nccl = {"NCCL_PROTO": "LL"}
         plan.notes.append(
             "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=1 may be faster: measure on the box"
         )
