@@ -113,6 +113,15 @@ def test_the_report_tells_what_was_measured(
     assert report["time_to_first_token_seconds"] > 0
 
 
+def test_the_plan_is_remembered_as_applied(host: Any, current: str) -> None:
+    plan = json.loads(host.file(f"{current}/plan.json").content_string)
+    assert plan["faults"] == []
+    assert plan["tensor_parallel_size"] >= 1
+    assert plan["max_model_len"] > 0
+    unit = host.file(f"{current}/vllm-glm5.service").content_string
+    assert f'"--max-model-len" "{plan["max_model_len"]}"' in unit
+
+
 def test_the_journal_has_no_traceback(host: Any, serving: dict[str, Any]) -> None:
     """Of the running invocation only: an operator may have killed the one before."""
     identity = show(host, serving, "InvocationID")
