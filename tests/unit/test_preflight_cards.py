@@ -136,7 +136,11 @@ def test_a_process_on_a_card_is_named_unless_it_is_ours() -> None:
             "error",
             "proprietary kernel modules",
         ),
-        ({"kernel_running": "6.14.0-38-generic"}, "error", "kernel 6.14.0-38-generic runs"),
+        (
+            {"kernel_running": "6.14.0-38-generic", "driver_loaded": None, "gpus": None},
+            "error",
+            "kernel 6.14.0-38-generic runs",
+        ),
         ({"kernel_boot": "6.14.0-38-generic"}, "warning", "6.14.0-38-generic boots next"),
         (
             {
@@ -160,8 +164,14 @@ def test_an_older_card_works_with_proprietary_modules() -> None:
 
 
 def test_one_missing_module_is_told_once() -> None:
-    found = check_driver(box(kernel_running="6.14.0-38-generic", kernel_boot="6.14.0-38-generic"))
+    newest = "6.14.0-38-generic"
+    found = check_driver(box(kernel_running=newest, kernel_boot=newest, driver_loaded=None))
     assert [finding.severity for finding in found] == ["error"]
+
+
+def test_a_module_that_is_loaded_counts_however_it_was_installed() -> None:
+    newest = "6.14.0-38-generic"
+    assert check_driver(box(kernel_running=newest, kernel_boot=newest)) == []
 
 
 def test_prebuilt_modules_count() -> None:
@@ -170,8 +180,9 @@ def test_prebuilt_modules_count() -> None:
         {"package": "linux-modules-nvidia-590-server-open-generic", "version": "6.14.0-37.37"},
     ]
     assert check_driver(box(dkms=None, driver_packages=packages)) == []
+    newest = "6.14.0-38-generic"
     (finding,) = check_driver(
-        box(dkms=[], driver_packages=packages, kernel_running="6.14.0-38-generic")
+        box(dkms=[], driver_packages=packages, kernel_running=newest, driver_loaded=None)
     )
     assert f"NVIDIA modules for {KERNEL} only" in finding.measured
 

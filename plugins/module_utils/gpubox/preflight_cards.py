@@ -165,6 +165,8 @@ def _kernel_findings(facts: Facts) -> list[Finding]:
     if not built:
         return []
     running, boot = _value(facts, "kernel_running"), _value(facts, "kernel_boot")
+    if running and _value(facts, "driver_loaded"):
+        built.add(running)  # a module that is loaded is there, however it was installed
     found = []
     for kernel, severity, when in ((running, "error", "runs"), (boot, "warning", "boots next")):
         if kernel and kernel not in built and not (severity == "warning" and kernel == running):
