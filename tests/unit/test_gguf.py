@@ -262,7 +262,7 @@ def test_overlapping_and_misaligned_tensors_are_refused(tmp_path: Path) -> None:
     assert "64-bit size" in refusal(path).wanted
 
 
-@settings(max_examples=300, deadline=2000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_mutation_crashes_hangs_or_eats_memory(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
