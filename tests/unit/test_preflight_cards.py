@@ -174,6 +174,16 @@ def test_a_module_that_is_loaded_counts_however_it_was_installed() -> None:
     assert check_driver(box(kernel_running=newest, kernel_boot=newest)) == []
 
 
+def test_other_modules_of_nvidia_are_no_driver() -> None:
+    newest = "6.14.0-38-generic"
+    other = {"module": "nvidia-fs", "version": "2.26.6", "kernel": newest, "state": "installed"}
+    driver = {"module": "nvidia", "version": "590.48.01", "kernel": KERNEL, "state": "installed"}
+    (finding,) = check_driver(
+        box(dkms=[driver, other], kernel_running=newest, kernel_boot=newest, driver_loaded=None)
+    )
+    assert f"modules for {KERNEL} only" in finding.measured
+
+
 def test_prebuilt_modules_count() -> None:
     packages = [
         {"package": f"linux-modules-nvidia-590-server-open-{KERNEL}", "version": "6.14.0-37.37"},

@@ -182,6 +182,16 @@ def test_a_card_that_nvidia_smi_lost_is_named_with_its_words() -> None:
     assert fault["measured"] == f"card 0000:30:00.0: the driver does not reach it ({lost})"
 
 
+def test_cards_that_are_all_lost_to_the_driver_are_named() -> None:
+    facts = box(2)
+    facts["gpus"] = {"value": [], "unknown": None, "source": "x"}  # No devices were found
+    result = plan(facts, GLM5, CUDA, {})
+    assert result.gpus == []
+    assert len([fault for fault in result.faults if "does not reach it" in fault["measured"]]) == 2
+    facts["gpus"] = {"value": None, "unknown": "nvidia-smi is not installed", "source": "x"}
+    assert len(plan(facts, GLM5, CUDA, {}).gpus) == 2
+
+
 def test_a_card_that_is_gone_since_the_last_plan_stops() -> None:
     applied = plan(box(8), GLM5, CUDA, {}).to_dict()
     facts = box(8)

@@ -484,7 +484,7 @@ def _require_size(url: str, wanted: Wanted, start: int, response: Any) -> None:
             raise _wrong_length(url, told, f"from byte {start} of {wanted.size}")
         return
     length = response.headers.get("Content-Length")
-    if length is not None and int(length) != wanted.size:
+    if length is not None and length.strip() != str(wanted.size):
         raise _wrong_length(url, f"{length} bytes", f"{wanted.size} bytes")
 
 

@@ -20,6 +20,9 @@ FIRST_OPEN_ONLY_DEVICE = 0x2900
 # linux-modules-nvidia-580-server-open-6.14.0-37-generic: prebuilt modules of one kernel
 _PREBUILT = re.compile(r"linux-modules-nvidia-[0-9]+(?:-server)?(?:-open)?-(?P<kernel>[0-9]+\.\S+)")
 
+# the DKMS packages of the driver itself; nvidia-fs and nvidia-peermem are others
+_DRIVER_MODULE = re.compile(r"nvidia(-current|-open|-srv|-server|-[0-9]+)*")
+
 
 def _value(facts: Facts, name: str) -> Any:
     return facts.get(name, {}).get("value")
@@ -156,7 +159,7 @@ def _kernel_findings(facts: Facts) -> list[Finding]:
     built = {
         entry["kernel"]
         for entry in _value(facts, "dkms") or []
-        if entry["module"].startswith("nvidia") and entry["state"] == "installed"
+        if _DRIVER_MODULE.fullmatch(entry["module"]) and entry["state"] == "installed"
     }
     for package in _value(facts, "driver_packages") or []:
         match = _PREBUILT.fullmatch(package["package"])

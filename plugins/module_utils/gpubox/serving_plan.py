@@ -157,11 +157,13 @@ def _choose_cards(
     """The usable cards in order of address; lost, fewer, other and mixed ones are faults."""
     devices = _rows(_value(hardware, "nvidia_devices"))
     seen = _rows(_value(hardware, "gpus"))
+    # "no devices were found" is an answer too, and not the same as none
+    answered = isinstance(_value(hardware, "gpus"), list)
     by_address = {row["address"]: row for row in seen}
     cards: list[Mapping[str, Any]] = []
     for device in devices or seen:
         address = device["address"]
-        lost = device.get("revision") == "ff" or (bool(seen) and address not in by_address)
+        lost = device.get("revision") == "ff" or (answered and address not in by_address)
         if lost:
             reason = "the driver does not reach it" + _said_of(hardware, address)
             if device.get("revision") == "ff":
@@ -175,7 +177,7 @@ def _choose_cards(
             )
         else:
             cards.append({**device, **by_address.get(address, {})})
-    if not seen:
+    if not answered:
         plan.notes.append("memory and kind of the cards wait for the driver (nvidia-smi)")
     expected = _whole(overrides.get("expected_gpus")) or 0
     applied = overrides.get("applied")

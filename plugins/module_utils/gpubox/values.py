@@ -57,10 +57,10 @@ def _whole(lowest: int, highest: int | None = None) -> Rule:
     wanted = f"a whole number from {lowest}" + (f" to {highest}" if highest is not None else " up")
 
     def rule(value: object) -> str | None:
-        try:
-            number = int(str(value))
-        except ValueError:
+        # int() takes more ("1_000", " 7", other scripts' digits) than those who read the number
+        if not re.fullmatch(r"-?[0-9]{1,18}", str(value)):
             return wanted
+        number = int(str(value))
         return None if lowest <= number and (highest is None or number <= highest) else wanted
 
     return rule
@@ -135,6 +135,8 @@ def _index(value: object) -> str | None:
         good = parts.scheme in ("http", "https", "file") and _printable(str(value))
         if good and parts.username is not None:
             return "a URL without user and password (put those into /root/.netrc of the box)"
+        if good and ("?" in str(value) or "#" in str(value)):
+            return "a URL without query and fragment (it is printed, and may not hold a secret)"
         good = good and bool(parts.hostname or parts.scheme == "file")
     except ValueError:
         good = False
