@@ -36,7 +36,6 @@ facts:
   returned: always
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpubox.errors import GpuboxError
 from ansible.module_utils.gpubox.gguf import Header, read_header
 from ansible.module_utils.gpubox.gguf_merge import shard_paths
-from ansible.module_utils.gpubox.model_facts import model_facts
+from ansible.module_utils.gpubox.model_facts import model_facts, read_config
 
 
 def read_model(source: str, model: Path) -> dict[str, Any] | None:
@@ -55,15 +54,7 @@ def read_model(source: str, model: Path) -> dict[str, Any] | None:
         headers = [read_header(path) for path in shard_paths(file)] if file.is_file() else []
     except (GpuboxError, OSError):
         headers = []  # a set with a fault has no known sums
-    config = None
-    for folder in (Path(source).parent, model.parent) if source else (model.parent,):
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            break
-        except (OSError, ValueError):
-            continue
-    if not isinstance(config, dict):
-        config = None
+    config = read_config(*([Path(source).parent] if source else []), model.parent)
     return model_facts(config, headers) if config is not None or headers else None
 
 

@@ -81,32 +81,19 @@ findings:
 text: {description: The findings for people., type: str, returned: always}
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpubox import preflight
 from ansible.module_utils.gpubox.errors import GpuboxError
 from ansible.module_utils.gpubox.gguf import Header
 from ansible.module_utils.gpubox.gguf_merge import read_set, shard_paths
+from ansible.module_utils.gpubox.model_facts import read_config
 from ansible.module_utils.gpubox.preflight_cards import check_cards, check_driver
 from ansible.module_utils.gpubox.readiness import port_listeners
 from ansible.module_utils.gpubox.units import unit_properties
-
-
-def read_config(*folders: Path) -> dict[str, Any] | None:
-    """config.json of the first folder that has a readable one."""
-    for folder in folders:
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(config, dict):
-            return config
-    return None
 
 
 def free_bytes(path: Path) -> int:

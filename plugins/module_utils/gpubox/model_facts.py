@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .gguf import KEY_ARCHITECTURE, Header, Tensor
@@ -80,6 +82,18 @@ def _weights(tensors: Iterable[Tensor], layers: int | None) -> dict[str, int]:
         prefix = "mtp_" if layers is not None and layer is not None and layer >= layers else ""
         sums[prefix + ("divided" if kind in _DIVIDED else "replicated")] += loaded_bytes(tensor)
     return sums
+
+
+def read_config(*folders: Path) -> dict[str, Any] | None:
+    """config.json of the first folder that has a readable one."""
+    for folder in folders:
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(config, dict):
+            return config
+    return None
 
 
 def model_facts(config: Mapping[str, Any] | None, headers: Sequence[Header]) -> dict[str, Any]:

@@ -282,14 +282,6 @@ def _memory(plan: Plan, cards: Sequence[Mapping[str, Any]], model: Any, stack: A
     """Share of the cards' memory, weights and KV cache; the tokens that fit, None when unknown."""
     options = _stack_options(stack)
     plan.kv_cache_dtype = str(options.get("kv_cache_dtype") or "auto")
-    if plan.kv_cache_dtype == "bfloat16" and any(
-        str(card.get("compute_capability")).startswith("12.") for card in cards
-    ):
-        plan.refuse(
-            "kv_cache_dtype bfloat16 on cards of compute capability 12",
-            "fp8: their attention backend rejects bfloat16",
-            "set kv_cache_dtype: fp8 in the stack",
-        )
     tp, pp = plan.tensor_parallel_size, plan.pipeline_parallel_size
     weights = (model or {}).get("weights")
     if isinstance(weights, Mapping):
