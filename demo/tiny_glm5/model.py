@@ -7,10 +7,10 @@ gguf-py MODEL_ARCH.GLM_DSA), the types those that a Q4_K_XL file of GLM-5 mixes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter
 
 F32 = GGMLQuantizationType.F32
 Q4_K = GGMLQuantizationType.Q4_K
@@ -68,8 +68,16 @@ class TensorSpec:
     kind: Literal["weight", "embedding", "gain", "shift", "router_bias"] = "weight"
 
 
-def tensors(dim: Dimensions) -> list[TensorSpec]:
-    """All tensors in file order: the top level, then each layer by name, as real files have it."""
+def tensors(
+    dim: Dimensions, quantization_type: GGMLQuantizationType | None = None
+) -> list[TensorSpec]:
+    """All tensors in file order: the top level, then each layer by name, as real files have it.
+
+    Args:
+        dim: sizes.
+        quantization_type: of every quantised tensor whose rows its blocks divide, instead of the
+            mix of a Q4_K_XL file.
+    """
     specs = [
         TensorSpec("output.weight", (dim.vocabulary, dim.hidden), Q6_K),
         TensorSpec("output_norm.weight", (dim.hidden,), F32, "gain"),
@@ -81,9 +89,16 @@ def tensors(dim: Dimensions) -> list[TensorSpec]:
         if layer >= dim.layers:
             parts += _nextn(dim)
         for part in sorted(parts, key=lambda spec: spec.name):
-            name = f"blk.{layer}.{part.name}"
-            specs.append(TensorSpec(name, part.shape, part.quantization_type, part.kind))
-    return specs
+            specs.append(replace(part, name=f"blk.{layer}.{part.name}"))
+    if quantization_type is None:
+        return specs
+    block = GGML_QUANT_SIZES[quantization_type][0]
+    return [
+        replace(spec, quantization_type=quantization_type)
+        if spec.quantization_type != F32 and spec.shape[-1] % block == 0
+        else spec
+        for spec in specs
+    ]
 
 
 def _attention(dim: Dimensions) -> list[TensorSpec]:

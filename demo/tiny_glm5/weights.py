@@ -30,12 +30,17 @@ def standard(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.float32
     return ((total - _MEAN) / _DEVIATION).astype(np.float32).reshape(shape)
 
 
-def draw(seed: int, spec: TensorSpec) -> NDArray[np.float32]:
+def draw(seed: int, spec: TensorSpec, shape: tuple[int, ...] | None = None) -> NDArray[np.float32]:
     """The weights of one tensor, scaled so that activations neither vanish nor explode.
 
     The fan-in of attn_k_b is its middle dimension, because it is stored transposed.
+
+    Args:
+        seed: of the random numbers.
+        spec: the tensor.
+        shape: of a part to draw instead of the whole.
     """
-    values = standard(seed, spec.name, spec.shape)
+    values = standard(seed, spec.name, shape or spec.shape)
     if spec.kind == "embedding":
         return values
     if spec.kind == "gain":

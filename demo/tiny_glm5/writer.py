@@ -5,18 +5,31 @@ from __future__ import annotations
 
 import filecmp
 import json
+import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from gguf import GGUFWriter, Keys, TokenType
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, Keys, TokenType
+from numpy.typing import NDArray
 
 from . import tokenizer
 from .kquants import quantize
-from .model import ARCHITECTURE, FILE_STEM, Dimensions, add_metadata, configuration, tensors
+from .model import (
+    ARCHITECTURE,
+    FILE_STEM,
+    Dimensions,
+    TensorSpec,
+    add_metadata,
+    configuration,
+    tensors,
+)
 from .weights import draw
 
 _STAGING_PREFIX = ".tiny-glm5."
@@ -40,6 +53,8 @@ def write(
     seed: int = 0,
     metadata_shard: bool = False,
     dim: Dimensions | None = None,
+    quantization_type: GGMLQuantizationType | None = None,
+    distinct: int | None = None,
 ) -> list[Path]:
     """Make ``directory`` hold the model of ``seed`` in ``shards`` shards and what goes beside it.
 
@@ -52,6 +67,9 @@ def write(
         seed: of the random weights.
         metadata_shard: let the first shard hold no tensor, as large real sets have it.
         dim: sizes, for tests.
+        quantization_type: instead of the mix of types; see ``model.tensors``.
+        distinct: weights of a tensor that are drawn before its rows repeat; all if None. For sizes
+            that would take hours to draw.
 
     Returns:
         The files that were written or removed; empty when everything was there.
@@ -65,7 +83,11 @@ def write(
     with _staging(directory) as staging:
         vocabulary = tokenizer.train(dim.vocabulary)
         _write_companions(staging, dim, vocabulary)
-        _write_shards(staging, dim, vocabulary, shards, seed, metadata_shard)
+        contents = [
+            (spec, partial(_encoded, spec, seed, distinct))
+            for spec in tensors(dim, quantization_type)
+        ]
+        _write_shards(staging, dim, vocabulary, contents, shards, metadata_shard)
         staged = sorted(staging.iterdir())
         names = {path.name for path in staged}
         for old in sorted(directory.iterdir()):
@@ -94,6 +116,16 @@ def _staging(directory: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def _encoded(spec: TensorSpec, seed: int, distinct: int | None) -> NDArray[Any]:
+    """The quantised weights of one tensor; its rows repeat after ``distinct`` weights."""
+    *outer, width = spec.shape
+    rows, drawn = math.prod(outer), (distinct or 0) // width
+    if not 0 < drawn < rows:
+        return quantize(draw(seed, spec), spec.quantization_type)
+    part = quantize(draw(seed, spec, (drawn, width)), spec.quantization_type)
+    return part[np.arange(rows) % drawn].reshape(*outer, -1)
+
+
 def _write_companions(directory: Path, dim: Dimensions, vocabulary: tokenizer.Vocabulary) -> None:
     eos_ids = [vocabulary.id_of(token) for token in tokenizer.END_TOKENS]
     pad_id = eos_ids[0]
@@ -112,20 +144,19 @@ def _write_shards(
     directory: Path,
     dim: Dimensions,
     vocabulary: tokenizer.Vocabulary,
+    contents: Sequence[tuple[TensorSpec, Callable[[], NDArray[Any]]]],
     shards: int,
-    seed: int,
     metadata_shard: bool,
 ) -> None:
     """Shards as ``llama-gguf-split --split --split-max-tensors`` divides and labels them."""
-    specs = tensors(dim)
     with_tensors = shards - 1 if metadata_shard else shards
     if with_tensors < 1:
-        raise ValueError(f"{shards} shards leave none for the {len(specs)} tensors")
-    per_shard = -(-len(specs) // with_tensors)
-    if shards > 1 and -(-len(specs) // per_shard) != with_tensors:
+        raise ValueError(f"{shards} shards leave none for the {len(contents)} tensors")
+    per_shard = -(-len(contents) // with_tensors)
+    if shards > 1 and -(-len(contents) // per_shard) != with_tensors:
         raise ValueError(
-            f"{len(specs)} tensors, at most {per_shard} in each file, do not make {with_tensors} "
-            "files with tensors; choose another number of shards"
+            f"{len(contents)} tensors, at most {per_shard} in each file, do not make "
+            f"{with_tensors} files with tensors; choose another number of shards"
         )
     writer = _ShardWriter(
         directory / f"{FILE_STEM}.gguf",
@@ -144,9 +175,8 @@ def _write_shards(
     writer.add_eot_token_id(vocabulary.id_of("<|user|>"))
     writer.add_pad_token_id(vocabulary.id_of("<|endoftext|>"))
     writer.add_chat_template(tokenizer.CHAT_TEMPLATE)
-    for spec in specs:
-        data = quantize(draw(seed, spec), spec.quantization_type)
-        writer.add_tensor(spec.name, data, raw_dtype=spec.quantization_type)
+    for spec, content in contents:
+        writer.add_tensor(spec.name, content(), raw_dtype=spec.quantization_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -258,3 +258,35 @@ def test_only_the_first_shard_holds_metadata(model: Path) -> None:
         assert reader.fields["split.no"].contents() == index
         assert reader.fields["split.count"].contents() == 3
         assert reader.fields["split.tensors.count"].contents() == len(tensors(Dimensions()))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0"])
+def test_one_quantization_type_for_all_that_its_blocks_divide(name: str) -> None:
+    wanted = GGMLQuantizationType[name]
+    for mixed, spec in zip(tensors(SMALL), tensors(SMALL, wanted), strict=True):
+        assert (mixed.name, mixed.shape, mixed.kind) == (spec.name, spec.shape, spec.kind)
+        plain = mixed.quantization_type == GGMLQuantizationType.F32
+        whole = spec.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
+        assert spec.quantization_type == (
+            wanted if whole and not plain else mixed.quantization_type
+        )
+
+
+def test_a_large_tensor_repeats_the_rows_that_were_drawn(tmp_path: Path) -> None:
+    distinct = 64 * 256
+    write(tmp_path / "whole", 1, dim=SMALL)
+    write(tmp_path / "repeated", 1, dim=SMALL, distinct=distinct)
+    models = [
+        {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+        for path in sorted(tmp_path.glob("*/*.gguf"))
+    ]
+    repeated, whole = models
+    assert {name: tensor.data.shape for name, tensor in whole.items()} == {
+        name: tensor.data.shape for name, tensor in repeated.items()
+    }
+    rows = repeated["output.weight"].data
+    assert len(rows) == 512
+    assert (rows[64:128] == rows[:64]).all()
+    assert not (rows[1:64] == rows[:63]).all(axis=1).any()
+    assert (rows[:64] == whole["output.weight"].data[:64]).all()
+    assert (repeated["output_norm.weight"].data == whole["output_norm.weight"].data).all()
