@@ -18,12 +18,14 @@ import sys
 import sysconfig
 import tempfile
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PLUGIN, PLUGIN_CPU = "vllm-gguf-plugin-0.0.5", "vllm-gguf-plugin-0.0.5-cpu"
 Q4_K, Q5_K, IQ4_XS = 12, 13, 23
@@ -307,12 +309,86 @@ def short_batches_go_to_the_faster_kernel() -> None:
         assert layer(tokens, **sizes) == wanted, (tokens, sizes, CALLS)
 
 
+class Late(TorchDispatchMode):
+    """Makes asynchronous copies when an event is waited for, as late as a GPU may."""
+
+    waiting: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Put off what is asynchronous."""
+        if func is torch.ops.aten.copy_.default and args[2:] == (True,):
+            self.waiting.append((args[0], args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class LateEvent:
+    """An event that makes the copies which were queued before it."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def record(self) -> None:
+        """What is queued now is what it stands for."""
+        self.recorded = len(Late.waiting)
+
+    def synchronize(self) -> None:
+        """Make these copies; a place in the queue stays, and is empty."""
+        for place, (target, source) in enumerate(Late.waiting[: self.recorded]):
+            target.copy_(source)
+            Late.waiting[place] = (target[:0], source[:0])
+
+
+def main_memory(size: int) -> torch.Tensor:
+    """Memory that is not pinned, in the place of that which is."""
+    CALLS.append("pinned")
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def large_copies_go_through_pinned_memory() -> None:
+    """While a model is loaded; buffers are used again once they are free, not before."""
+    from vllm_gguf_plugin import loader
+
+    staging = sys.modules.get("vllm_gguf_plugin.staging")
+    if staging is not None:
+        vars(staging).update(_pinned=main_memory, _event=LateEvent)
+    rows = torch.randint(0, 256, (3000, 40_000), dtype=torch.uint8)  # 120 MB, 7.5 buffers
+    half = torch.randn(3000, 1000).bfloat16()
+    sources = {
+        "whole": rows,
+        "slice of columns": rows[:, 8000:18_000],
+        "slice of rows": rows[100:900],
+        "experts": rows.view(6, 500, 40_000)[1:5],
+        "rows longer than a buffer": rows.view(2, 60_000_000),
+        "bfloat16": half,
+        "small": rows[:2, :100],
+        "another dtype": half,
+    }
+    for name, source in sources.items():
+        dtype = torch.float32 if name == "another dtype" else source.dtype
+        target = gpu(torch.zeros(source.shape, dtype=dtype))
+        model = types.SimpleNamespace(load_weights=target.copy_)
+        adapter = types.SimpleNamespace(prepare_weights=lambda weights: weights)
+        loading = loader.GGUFModelLoader.__new__(loader.GGUFModelLoader)
+        loading._prepare_adapter = lambda _config, adapter=adapter: adapter
+        CALLS.clear()
+        with Late():
+            loading.load_weights(model, source)
+        assert torch.equal(plain(target), source.to(dtype)), name
+        staged = name not in ("small", "another dtype")
+        assert bool(CALLS) == staged, (name, CALLS)
+        assert len(CALLS) <= 4, (name, CALLS)
+
+
 CHECKS = {  # by the patch that fails without
     "0010": [experts_beyond_2_31_bytes_are_split, triton_kernels_get_64_bit_expert_ids],
     "0011": [vector_grid_is_not_exceeded],
     "0012": [long_batches_go_to_the_tensor_cores],
     "0013": [linear_layers_take_long_batches_there],
     "0014": [short_batches_go_to_the_faster_kernel],
+    "0018": [large_copies_go_through_pinned_memory],
 }
 
 

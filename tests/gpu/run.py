@@ -2,9 +2,10 @@
 """All tests that need an NVIDIA GPU, and one table: ``make gpu-check``.
 
 Uses the environment of the release that /opt/gpubox/current names, or the interpreter given with
---python (vLLM, the patched plugin). Writes a tiny GLM-5 for what is served. Without an NVIDIA GPU
-it says that nothing was checked and ends with 0. Stop a running server first: the kernels are
-tested at GLM-5's real sizes, stacks of up to 14 GB, four of them at a time.
+--python (vLLM, the patched plugin). Writes the models that are served: 18 GB in the folder for
+temporary files (TMPDIR). Without an NVIDIA GPU it says that nothing was checked and ends with 0.
+Stop a running server first: the kernels are tested at GLM-5's real sizes, stacks of up to 14 GB,
+four of them at a time.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ import datetime
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CURRENT = Path("/opt/gpubox/current/manifest.json")
-MODEL = "tiny-GLM-5-UD-Q4_K_XL.gguf"
 VERSIONS = """
 import importlib.metadata as metadata
 names = ("vllm", "vllm-gguf-plugin", "torch", "triton", "transformers")
@@ -77,22 +76,16 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        subprocess.run(
-            [sys.executable, "-m", "demo.tiny_glm5", "--shards", "1", scratch],
-            cwd=ROOT,
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        parts: list[tuple[str, list[str | Path]]] = [
-            ("compile", [python, HERE / "compile.py"]),
-            ("dispatch", [python, HERE / "dispatch.py", "--patches", ROOT / "files/patches"]),
-            ("kernels", [python, HERE / "kernels.py"]),
-            ("serving", [python, HERE / "serving.py", "--model", Path(scratch) / MODEL]),
-        ]
-        if arguments.time:
-            parts.append(("times", [python, HERE / "kernels.py", "--time"]))
-        results = [run(name, command) for name, command in parts]
+    parts: list[tuple[str, list[str | Path]]] = [
+        ("compile", [python, HERE / "compile.py"]),
+        ("dispatch", [python, HERE / "dispatch.py", "--patches", ROOT / "files/patches"]),
+        ("kernels", [python, HERE / "kernels.py"]),
+        ("serving", [python, HERE / "serving.py"]),
+        ("true sizes", [python, HERE / "true_sizes.py"]),
+    ]
+    if arguments.time:
+        parts.append(("times", [python, HERE / "kernels.py", "--time"]))
+    results = [run(name, command) for name, command in parts]
     card = output(
         "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
     )

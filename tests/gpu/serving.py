@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is what vLLM serves from a GGUF on a GPU right? Compared with transformers, and MTP with greedy.
 
-    python tests/gpu/serving.py --model tiny-GLM-5-UD-Q4_K_XL.gguf
+    python tests/gpu/serving.py
 
-Run it with the Python of a release's environment, config.json and the tokenizer beside the model.
-One line a check: PASS or FAIL and what was measured; exit status 1 when one fails. Without an
-NVIDIA GPU it says so and ends with 0.
+Run it with the Python of a release's environment; it writes tiny GLM-5 models of its own. One line
+a check: PASS or FAIL and what was measured; exit status 1 when one fails. Without an NVIDIA GPU it
+says so and ends with 0.
 
 - golden: log probabilities that the server gives the tokens of two texts of 512, against float32 on
   the dequantised weights. A random model has near-ties in its routers, where the smallest rounding
@@ -13,12 +13,18 @@ NVIDIA GPU it says so and ends with 0.
   beside it: transformers in bfloat16 against float32, on the same tokens. Mean and median of what
   is served may be at most twice as far off. (Of 1,024 tokens: noise 0.025 and 0.010; a model with
   one of the eight heads of one layer zeroed 0.060 and 0.032.)
-- sparse: a text of 4,000 tokens, so that the indexer chooses 2,048 of them. Same bound, and beyond
-  token 2,048 less than half as far off as transformers is when it attends to all tokens.
+- Q4_K, Q5_K, Q6_K, Q8_0: the same for a model whose matrices are all of that type.
+- fp8: the same with the KV cache that the stack serves with. Its rounding is not in the noise of
+  bfloat16, so four times that is allowed.
+- sparse, long: texts of 4,000 and 16,384 tokens, so that the indexer chooses 2,048 of them. Same
+  bound as golden, and beyond token 2,048 less than half as far off as transformers is when it
+  attends to all tokens.
 - drafts: a copy of the model in which every next token follows from the last one and the MTP layer
   foresees it, by construction. Then nearly every draft is accepted and the text is the one without
   speculation; with names or halves mixed up nearly none is.
 - mtp: the model itself with and without speculation; a text may part at a near-tie only.
+- graphs, mtp graphs, drafts graphs: what is decoded in CUDA graphs, 16 texts at once and fewer
+  toward their ends, is what is decoded without; graphs were captured.
 """
 
 from __future__ import annotations
@@ -36,15 +42,37 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-TEXTS = {"golden": (512, 512), "sparse": (4000,)}  # tokens of each text
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = {"golden": (512, 512), "sparse": (4000,), "long": (16384,)}  # tokens of each text
+CONTEXT = 16640  # tokens
+TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")  # those of a Q4_K_XL file of GLM-5
+CHUNK = 1024  # tokens that transformers computes at once
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 2}
 TOPK = 2048  # index_topk of the model
 FACTOR = 2.0  # times the noise of bfloat16
+FACTORS = {"fp8": 4.0}  # where it is another
 ACCEPTED = 0.9  # of the drafts that are right by construction
 # A near-tie: the chosen token leads by less than bfloat16 moves a log probability (mtp: 99 of 100).
 # In the model of `drafts` no router and no attention amplifies the rounding.
 NEAR_TIE = {"drafts": 0.05, "mtp": 0.5}
 STARTS, LENGTH = 16, 24  # texts that are continued, tokens of each continuation
+MTP = {"speculative_config": SPECULATION}
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 48]},
+}
+# engine: model, texts whose tokens it judges, options
+ENGINES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "model": ("model", ("golden", "sparse", "long"), {}),
+    "model+mtp": ("model", (), MTP),
+    "model+graphs": ("model", (), GRAPHS),
+    "model+mtp+graphs": ("model", (), {**MTP, **GRAPHS}),
+    "model+fp8": ("model", ("golden",), {"kv_cache_dtype": "fp8"}),
+    "foreseeing": ("foreseeing", (), {}),
+    "foreseeing+mtp": ("foreseeing", (), MTP),
+    "foreseeing+mtp+graphs": ("foreseeing", (), {**MTP, **GRAPHS}),
+    **{kind: (kind, ("golden",), {}) for kind in TYPES},
+}
 
 
 def texts(name: str) -> list[list[int]]:
@@ -57,6 +85,23 @@ def starts() -> list[list[int]]:
     """Short beginnings to be continued greedily."""
     generator = random.Random(1)  # noqa: S311 - no secret
     return [[generator.randrange(8, 500) for _ in range(5)] for _ in range(STARTS)]
+
+
+def write_models(folder: Path) -> dict[str, Path]:
+    """Tiny GLM-5 models, one file each, by name."""
+    import gguf
+
+    sys.path.insert(0, str(ROOT))
+    from demo.tiny_glm5.model import FILE_STEM, Dimensions
+    from demo.tiny_glm5.writer import write
+
+    models = {}
+    for name in ("model", *TYPES):
+        kind = gguf.GGMLQuantizationType[name] if name in TYPES else None
+        write(folder / name, 1, dim=Dimensions(context=CONTEXT), quantization_type=kind)
+        models[name] = folder / name / f"{FILE_STEM}.gguf"
+    models["foreseeing"] = foreseeing(models["model"], folder / "foreseeing")
+    return models
 
 
 def foreseeing(model: Path, target: Path) -> Path:
@@ -91,56 +136,70 @@ def foreseeing(model: Path, target: Path) -> Path:
     return copy
 
 
-def reference(model: Path) -> dict[str, Any]:
-    """Log probabilities in float32, and in bfloat16 for the noise, by transformers."""
+def reference(models: dict[str, Path]) -> dict[str, Any]:
+    """Log probabilities in float32, and in bfloat16 for the noise, by transformers.
+
+    Keys: model, text, dtype.
+    """
     import torch
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "golden"))
+    sys.path.insert(0, str(ROOT / "tests/golden"))
     import reference as golden
 
     torch.backends.cuda.matmul.allow_tf32 = False
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result: dict[str, Any] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        loaded, _ = golden.load(model)
-        loaded = loaded.to(device, dtype)
-        for name in TEXTS:
-            for text in texts(name):
-                chosen = logprobs(loaded, torch.tensor([text], device=device))
-                result.setdefault(f"{name} {dtype}", []).append(chosen)
-    result["sparse all tokens"] = [dense(golden.load(model)[0].to(device), texts("sparse")[0])]
+
+    def compute(loaded: Any, key: str, text: str) -> None:
+        result[key] = [logprobs(loaded, torch.tensor([ids], device=device)) for ids in texts(text)]
+
+    for model, names in {"model": tuple(TEXTS), **dict.fromkeys(TYPES, ("golden",))}.items():
+        loaded = golden.load(models[model])[0].to(device)
+        for name in names:
+            compute(loaded, f"{model} {name} float32", name)
+        rounded = golden.load(models[model])[0].to(device, torch.bfloat16)
+        for name in names:
+            compute(rounded, f"{model} {name} bfloat16", name)
+        if model == "model":
+            attend_to_all(loaded)
+            for name in ("sparse", "long"):
+                compute(loaded, f"{model} {name} all tokens", name)
     return result
 
 
-def dense(loaded: Any, text: list[int]) -> list[float]:
-    """Log probabilities of a model whose indexer chooses every token."""
-    import torch
-
+def attend_to_all(loaded: Any) -> None:
+    """Let the indexers of a model choose every token."""
     indexers = [module for module in loaded.modules() if hasattr(module, "index_topk")]
     if not indexers:
         raise RuntimeError("transformers keeps index_topk elsewhere now")
     for module in indexers:
-        module.index_topk = len(text)
-    return logprobs(loaded, torch.tensor([text], device=loaded.device))
+        module.index_topk = CONTEXT
 
 
 def logprobs(loaded: Any, ids: Any) -> list[float]:
     """What the model gives each token of [1, tokens] after the first."""
     import torch
+    from transformers import DynamicCache
 
+    rows, cache = [], DynamicCache(config=loaded.config)
     with torch.no_grad():
-        rows = loaded(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    return [float(value) for value in rows.gather(-1, ids[0, 1:, None])[:, 0]]
+        for chunk in ids.split(CHUNK, dim=1):
+            logits = loaded(chunk, past_key_values=cache, use_cache=True).logits[0]
+            rows.append(logits.float().log_softmax(-1))
+    return [float(v) for v in torch.cat(rows)[:-1].gather(-1, ids[0, 1:, None])[:, 0]]
 
 
-def engine(model: Path, speculate: bool, forced: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM answers: forced texts if wanted, and greedy continuations with their leads."""
+def engine(
+    model: Path, forced: dict[str, list[list[int]]], options: dict[str, Any]
+) -> dict[str, Any]:
+    """What vLLM answers: log probabilities of texts, and greedy continuations with their leads."""
     from vllm import LLM, SamplingParams
+    from vllm.compilation.counter import compilation_counter
 
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": "bfloat16",
-        "max_model_len": 4096,
+        "max_model_len": CONTEXT,
         "max_num_batched_tokens": 4096,
         "max_num_seqs": STARTS,
         "enable_prefix_caching": False,
@@ -148,27 +207,28 @@ def engine(model: Path, speculate: bool, forced: bool, options: dict[str, Any]) 
         "gpu_memory_utilization": 0.05,
         "enforce_eager": True,
         "disable_log_stats": False,
-        **({"speculative_config": SPECULATION} if speculate else {}),
         **options,
     }
     begun = time.monotonic()
     llm = LLM(**arguments)
-    result: dict[str, Any] = {"start seconds": round(time.monotonic() - begun, 1)}
-    if forced:
-        parameters = SamplingParams(
-            max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True, detokenize=False
-        )
-        for name in TEXTS:
-            prompts = [{"prompt_token_ids": text} for text in texts(name)]
-            result[name] = [
-                [
-                    entry[token].logprob
-                    for token, entry in zip(
-                        output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
-                    )
-                ]
-                for output in llm.generate(prompts, parameters, use_tqdm=False)
+    result: dict[str, Any] = {
+        "start seconds": round(time.monotonic() - begun, 1),
+        "graphs": compilation_counter.num_cudagraph_captured,
+    }
+    parameters = SamplingParams(
+        max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True, detokenize=False
+    )
+    for name, given in forced.items():
+        prompts = [{"prompt_token_ids": text} for text in given]
+        result[name] = [
+            [
+                entry[token].logprob
+                for token, entry in zip(
+                    output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+                )
             ]
+            for output in llm.generate(prompts, parameters, use_tqdm=False)
+        ]
     parameters = SamplingParams(
         max_tokens=LENGTH, temperature=0, logprobs=2, ignore_eos=True, detokenize=False
     )
@@ -202,61 +262,120 @@ def apart(one: list[list[float]], other: list[list[float]]) -> list[float]:
     ]
 
 
-def judge_forced(name: str, served: dict[str, Any], wanted: dict[str, Any]) -> tuple[bool, str]:
-    """Whether what is served is as near to float32 as bfloat16 allows."""
-    exact = wanted[f"{name} torch.float32"]
-    got, noise = apart(served[name], exact), apart(wanted[f"{name} torch.bfloat16"], exact)
-    passed = fmean(got) <= FACTOR * fmean(noise) and median(got) <= FACTOR * median(noise)
+def judge_forced(
+    check: str, key: str, served: dict[str, Any], wanted: dict[str, Any]
+) -> tuple[bool, str]:
+    """Whether what is served is as near to float32 as bfloat16 allows; ``key``: model, text."""
+    text, factor = key.split()[1], FACTORS.get(check, FACTOR)
+    exact = wanted[f"{key} float32"]
+    got, noise = apart(served[text], exact), apart(wanted[f"{key} bfloat16"], exact)
+    passed = fmean(got) <= factor * fmean(noise) and median(got) <= factor * median(noise)
     line = f"{len(got)} tokens: mean {fmean(got):.4f}, median {median(got):.4f}, max {max(got):.2f}"
     line += f"; bfloat16 itself {fmean(noise):.4f}, {median(noise):.4f}, {max(noise):.2f}"
-    if name == "sparse":
-        beyond, everything = fmean(got[TOPK:]), apart(wanted["sparse all tokens"], exact)
-        passed = passed and beyond < fmean(everything[TOPK:]) / 2
+    if f"{key} all tokens" in wanted:
+        beyond = fmean(got[TOPK:])
+        everything = fmean(apart(wanted[f"{key} all tokens"], exact)[TOPK:])
+        passed = passed and beyond < everything / 2
         line += f"; beyond token 2,048 mean {beyond:.4f}, bfloat16 {fmean(noise[TOPK:]):.4f}"
-        line += f", attending to all tokens {fmean(everything[TOPK:]):.4f}"
+        line += f", attending to all tokens {everything:.4f}"
     return passed, line
 
 
-def judge_drafts(name: str, plain: dict[str, Any], mtp: dict[str, Any]) -> tuple[bool, str]:
-    """Whether speculation leaves the text as it is and, where it can know, is accepted."""
+def judge_same(
+    check: str, tie: float, plain: dict[str, Any], other: dict[str, Any]
+) -> tuple[bool, str]:
+    """Whether speculation or graphs leave the text as it is and drafts are accepted if they can."""
     equal, parted = 0, []
-    for wanted, leads, got in zip(plain["tokens"], plain["leads"], mtp["tokens"], strict=True):
+    for wanted, leads, got in zip(plain["tokens"], plain["leads"], other["tokens"], strict=True):
         at = next((i for i, token in enumerate(wanted) if token != got[i]), None)
         if at is None:
             equal += 1
         else:
             parted.append(leads[at])
-    numbers = mtp["metrics"]
-    drafted = numbers.get("draft_tokens", 0)
-    share = numbers.get("accepted_tokens", 0) / drafted if drafted else 0.0
     line = f"{equal} of {len(plain['tokens'])} texts equal"
     if parted:
         line += f", the others part at leads up to {max(parted):.3f}"
-    line += f"; {numbers.get('accepted_tokens', 0)} of {drafted} drafts accepted ({share:.0%})"
-    line += f", by position {numbers.get('accepted_tokens_per_pos')}"
-    passed = bool(drafted) and all(lead <= NEAR_TIE[name] for lead in parted)
-    return passed and (name != "drafts" or share >= ACCEPTED), line
+    passed = all(lead <= tie for lead in parted)
+    if "graphs" in check:
+        line += f"; {other['graphs']} graphs captured"
+        passed = passed and other["graphs"] > 0
+    if "mtp" in check or "drafts" in check:
+        numbers = other["metrics"]
+        drafted = numbers.get("draft_tokens", 0)
+        share = numbers.get("accepted_tokens", 0) / drafted if drafted else 0.0
+        line += f"; {numbers.get('accepted_tokens', 0)} of {drafted} drafts accepted ({share:.0%})"
+        line += f", by position {numbers.get('accepted_tokens_per_pos')}"
+        passed = passed and bool(drafted) and ("drafts" not in check or share >= ACCEPTED)
+    return passed, line
+
+
+def judged(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
+    """(check, passed, what was measured) of every check."""
+    lines = []
+    wanted = results.get("reference")
+    forced = [(name, "model", f"model {name}") for name in TEXTS]
+    forced += [(kind, kind, f"{kind} golden") for kind in TYPES]
+    forced += [("fp8", "model+fp8", "model golden")]
+    for check, part, key in forced:
+        passed, line = False, "an engine did not answer"
+        if wanted and part in results:
+            passed, line = judge_forced(check, key, results[part], wanted)
+        lines.append((check, passed, line))
+    for check, plain, other in (
+        ("mtp", "model", "model+mtp"),
+        ("drafts", "foreseeing", "foreseeing+mtp"),
+        ("graphs", "model", "model+graphs"),
+        ("mtp graphs", "model", "model+mtp+graphs"),
+        ("drafts graphs", "foreseeing", "foreseeing+mtp+graphs"),
+    ):
+        passed, line = False, "an engine did not answer"
+        if plain in results and other in results:
+            tie = NEAR_TIE["drafts" if plain == "foreseeing" else "mtp"]
+            passed, line = judge_same(check, tie, results[plain], results[other])
+        lines.append((check, passed, line))
+    return lines
+
+
+def run(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start one part; what it prints goes to ``log``."""
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled first
+    }
+    with log.open("w") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def last_error(log: Path) -> str:
+    """The last line of a log that speaks of an error, else its last."""
+    lines = log.read_text(errors="replace").splitlines()
+    told = [line for line in lines if "Error" in line] or lines or ["no output"]
+    return told[-1][-300:]
 
 
 def main() -> int:
     """Run every engine side by side and judge."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="the tiny GGUF in one file")
-    parser.add_argument("--limit", type=float, default=400, help="seconds for all of it")
+    parser.add_argument("--limit", type=float, default=500, help="seconds for all of it")
     parser.add_argument("--options", default="{}", help="more arguments of vLLM's LLM, as JSON")
-    parser.add_argument("--out", type=Path, help="folder for logs and results, kept")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="only these")
+    parser.add_argument("--out", type=Path, help="folder for models, logs and results, kept")
     parser.add_argument("--cpu", action="store_true", help="go on without an NVIDIA GPU")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    options = json.loads(arguments.options)
     if arguments.part:
-        model, result = arguments.model, arguments.out
+        models = json.loads((arguments.out / "models.json").read_text())
+        models = {name: Path(path) for name, path in models.items()}
         if arguments.part == "reference":
-            answer = reference(model)
+            answer = reference(models)
         else:
-            speculate = arguments.part.endswith("+mtp")
-            answer = engine(model, speculate, arguments.part == "model", options)
-        result.write_text(json.dumps(answer))
+            model, forced, options = ENGINES[arguments.part]
+            options = options | json.loads(arguments.options)
+            answer = engine(models[model], {name: texts(name) for name in forced}, options)
+        (arguments.out / f"{arguments.part}.json").write_text(json.dumps(answer))
         return 0
     if not Path("/proc/driver/nvidia/version").exists() and not arguments.cpu:
         print("no NVIDIA GPU (no /proc/driver/nvidia/version): nothing was checked")
@@ -264,23 +383,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="serving-") as temporary:
         work = arguments.out or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        models = {"model": arguments.model, "foreseeing": foreseeing(arguments.model, work / "f")}
-        environment = {
-            **os.environ,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled first
-        }
+        models = write_models(work)
+        (work / "models.json").write_text(json.dumps({k: str(v) for k, v in models.items()}))
         running, results, deadline = {}, {}, time.monotonic() + arguments.limit
-        for part in ("reference", "model", "model+mtp", "foreseeing", "foreseeing+mtp"):
-            model = models.get(part.partition("+")[0], arguments.model)
-            command = [sys.executable, __file__, "--part", part, "--model", str(model)]
-            command += ["--out", str(work / f"{part}.json"), "--options", arguments.options]
-            with (work / f"{part}.log").open("w") as log:
-                running[part] = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env=environment
-                )
+        for part in ("reference", *(arguments.engines or ENGINES)):
+            command = [sys.executable, __file__, "--part", part, "--out", str(work)]
+            command += ["--options", arguments.options]
+            running[part] = run(command, work / f"{part}.log")
             if arguments.cpu:
                 running[part].wait()
         for part, process in running.items():
@@ -293,21 +402,12 @@ def main() -> int:
             if process.returncode == 0 and path.exists():
                 results[part] = json.loads(path.read_text())
             else:
-                lines = (work / f"{part}.log").read_text(errors="replace").splitlines()
-                told = [line for line in lines if "Error" in line] or lines or ["no output"]
-                print(f"{part}: ended with {process.returncode}: {told[-1][-300:]}")
+                error = last_error(work / f"{part}.log")
+                print(f"{part}: ended with {process.returncode}: {error}")
         failed = 0
-        for name, judge, needs in (
-            ("golden", judge_forced, ("model", "reference")),
-            ("sparse", judge_forced, ("model", "reference")),
-            ("mtp", judge_drafts, ("model", "model+mtp")),
-            ("drafts", judge_drafts, ("foreseeing", "foreseeing+mtp")),
-        ):
-            passed, line = False, "an engine did not answer"
-            if all(part in results for part in needs):
-                passed, line = judge(name, *(results[part] for part in needs))
+        for check, passed, line in judged(results):
             failed += not passed
-            print(f"{'PASS' if passed else 'FAIL'} {name:<8} {line}", flush=True)
+            print(f"{'PASS' if passed else 'FAIL'} {check:<13} {line}", flush=True)
     return 1 if failed else 0
 
 
