@@ -71,17 +71,30 @@ time_to_first_token_seconds:
   description: Time from sending the request to the first text.
   type: float
   returned: ready
+drafts:
+  description:
+    - Tokens that a server with speculative decoding has drafted and accepted since it started, for
+      all its clients.
+    - C(by_position) are the accepted ones by their place in a draft; C(acceptance_rate) is between
+      0 and 1, and null before the first draft.
+  type: dict
+  returned: ready, and the server counts drafts
+  sample: {drafted: 64, accepted: 40, by_position: [26, 14], acceptance_rate: 0.625}
 """
 
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpubox.errors import GpuboxError
 from ansible.module_utils.gpubox.readiness import (
+    METRICS_SECONDS,
     Endpoint,
     Question,
     Ready,
     Systemd,
+    drafts,
     wait_until_ready,
 )
 
@@ -139,6 +152,14 @@ def main() -> None:
         module.warn(f"not ready now: {error.measured}")
         module.exit_json(changed=False, ready=False, awaited=str(error))
     completion = ready.completion
+    counted = drafts(Endpoint.parse(module.params["base_url"]), time.monotonic() + METRICS_SECONDS)
+    told = {}
+    if counted is not None:
+        rate = counted.acceptance_rate
+        told["drafts"] = {
+            **asdict(counted),
+            "acceptance_rate": None if rate is None else round(rate, 3),
+        }
     module.exit_json(
         changed=False,
         ready=True,
@@ -149,6 +170,7 @@ def main() -> None:
         completion_tokens=completion.completion_tokens,
         tokens_per_second=round(completion.tokens_per_second, 3),
         time_to_first_token_seconds=round(completion.time_to_first_token_seconds, 3),
+        **told,
     )
 
 

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from .errors import GpuboxError
+from .speculation import Drafts, read_drafts
 from .units import unit_properties
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -37,6 +38,9 @@ JOURNAL_LINES = 40
 POLL_SECONDS = 1.0
 # Longest text of a foreign answer or command in a message, in characters.
 EXCERPT = 300
+# Most that is read of /metrics: vLLM's own are some 100 KB.
+METRICS_BYTES = 8 << 20
+METRICS_SECONDS = 10.0
 PROPERTIES = (
     "LoadState",
     "ActiveState",
@@ -473,6 +477,26 @@ def served_models(endpoint: Endpoint, question: Question, deadline: float) -> li
             return [str(entry["id"]) for entry in data["data"]]
     except (NotYetError, ValueError, TypeError, KeyError):
         return []
+
+
+def drafts(endpoint: Endpoint, deadline: float) -> Drafts | None:
+    """What a server with speculative decoding has counted; None of another, or when it is silent.
+
+    Args:
+        endpoint: the server.
+        deadline: moment of ``time.monotonic()`` at which the connection is cut.
+    """
+    try:
+        with _connected(endpoint, deadline) as connection:
+            connection.request(
+                "GET", f"{endpoint.prefix}/metrics", headers={"Accept": "text/plain"}
+            )
+            response = connection.getresponse()
+            if response.status != 200:
+                return None
+            return read_drafts(response.read(METRICS_BYTES).decode("utf-8", "replace"))
+    except NotYetError:
+        return None
 
 
 def _refuse(
