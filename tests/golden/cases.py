@@ -159,6 +159,7 @@ CASES = [
     Case(
         "without-0015",
         left_out=f"{PLUGIN}/0015",
+        dependants=(f"{PLUGIN}/0018",),
         tensor_parallel_size=2,
         symptom="bytes of the file, not",
         about="every rank copies the whole file",
@@ -166,6 +167,7 @@ CASES = [
     Case(
         "without-0016",
         left_out=f"{PLUGIN}/0016",
+        dependants=(f"{PLUGIN}/0018",),
         arguments={"speculative_config": MTP},
         symptom="the target's configuration is a draft's",
         about="the draft's configuration replaces the target's",

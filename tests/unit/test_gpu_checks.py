@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,61 +24,115 @@ def load(name: str) -> ModuleType:
 
 
 serving = load("serving")
+sys.modules["serving"] = serving  # true_sizes imports it from its own folder
+true_sizes = load("true_sizes")
 
 
-def forced(name: str, off: float, noise: float = 0.01, everything: float = 0.2) -> tuple[bool, str]:
+def forced(
+    text: str, off: float, noise: float = 0.01, everything: float = 0.2, check: str = ""
+) -> tuple[bool, str]:
     """Judge a text whose log probabilities are all ``off`` by so much."""
-    tokens = serving.TEXTS[name][0]
-    wanted = {
-        f"{name} torch.float32": [[0.0] * tokens],
-        f"{name} torch.bfloat16": [[noise] * tokens],
-        "sparse all tokens": [[everything] * tokens],
-    }
-    return serving.judge_forced(name, {name: [[-off] * tokens]}, wanted)
+    tokens, key = serving.TEXTS[text][0], f"model {text}"
+    wanted = {f"{key} float32": [[0.0] * tokens], f"{key} bfloat16": [[noise] * tokens]}
+    if tokens > serving.TOPK:
+        wanted[f"{key} all tokens"] = [[everything] * tokens]
+    return serving.judge_forced(check or text, key, {text: [[-off] * tokens]}, wanted)
 
 
-@pytest.mark.parametrize("name", ["golden", "sparse"])
-def test_twice_the_noise_of_bfloat16_is_accepted_and_no_more(name: str) -> None:
-    assert forced(name, 0.0199)[0]
-    assert not forced(name, 0.0201)[0]
+@pytest.mark.parametrize("text", ["golden", "sparse", "long"])
+def test_twice_the_noise_of_bfloat16_is_accepted_and_no_more(text: str) -> None:
+    assert forced(text, 0.0199)[0]
+    assert not forced(text, 0.0201)[0]
+
+
+def test_an_fp8_cache_may_cost_more() -> None:
+    assert forced("sparse", 0.0399, check="fp8")[0]
+    assert not forced("sparse", 0.0401, check="fp8")[0]
 
 
 def test_few_wrong_tokens_raise_the_mean() -> None:
-    wanted = {"golden torch.float32": [[0.0] * 100], "golden torch.bfloat16": [[0.01] * 100]}
-    assert not serving.judge_forced("golden", {"golden": [[0.01] * 95 + [1.0] * 5]}, wanted)[0]
+    key = "model golden"
+    wanted = {f"{key} float32": [[0.0] * 100], f"{key} bfloat16": [[0.01] * 100]}
+    served = {"golden": [[0.01] * 95 + [1.0] * 5]}
+    assert not serving.judge_forced("golden", key, served, wanted)[0]
 
 
-def test_attending_to_all_tokens_is_found_out() -> None:
-    assert forced("sparse", 0.019, everything=0.2)[0]
-    assert not forced("sparse", 0.019, everything=0.03)[0]
+@pytest.mark.parametrize("text", ["sparse", "long"])
+def test_attending_to_all_tokens_is_found_out(text: str) -> None:
+    assert forced(text, 0.019, everything=0.2)[0]
+    assert not forced(text, 0.019, everything=0.03)[0]
 
 
-def drafts(
-    name: str, got: list[int], accepted: int, lead: float = 0.3, drafted: int = 10
+def same(
+    check: str, got: list[int], lead: float = 0.3, tie: float = 0.5, **other: Any
 ) -> tuple[bool, str]:
     """Judge one continuation 1, 2, 3 whose tokens all lead by ``lead``."""
     plain: dict[str, Any] = {"tokens": [[1, 2, 3]], "leads": [[lead] * 3]}
-    metrics = {"draft_tokens": drafted, "accepted_tokens": accepted}
-    return serving.judge_drafts(name, plain, {"tokens": [got], "metrics": metrics})
+    metrics = {
+        "draft_tokens": other.get("drafted", 10),
+        "accepted_tokens": other.get("accepted", 9),
+    }
+    answer = {"tokens": [got], "metrics": metrics, "graphs": other.get("graphs", 5)}
+    return serving.judge_same(check, tie, plain, answer)
 
 
-def test_drafts_that_are_right_must_be_accepted() -> None:
-    assert drafts("drafts", [1, 2, 3], accepted=9)[0]
-    assert not drafts("drafts", [1, 2, 3], accepted=8)[0]
+@pytest.mark.parametrize("check", ["drafts", "drafts graphs"])
+def test_drafts_that_are_right_must_be_accepted(check: str) -> None:
+    assert same(check, [1, 2, 3], accepted=9)[0]
+    assert not same(check, [1, 2, 3], accepted=8)[0]
 
 
-@pytest.mark.parametrize("name", ["drafts", "mtp"])
-def test_speculation_may_change_the_text_at_a_near_tie_only(name: str) -> None:
-    tie = serving.NEAR_TIE[name]
-    assert drafts(name, [1, 7, 3], accepted=10, lead=tie)[0]
-    assert not drafts(name, [1, 7, 3], accepted=10, lead=tie * 1.1)[0]
+@pytest.mark.parametrize("check", ["drafts", "mtp", "graphs", "mtp graphs"])
+def test_the_text_may_change_at_a_near_tie_only(check: str) -> None:
+    assert same(check, [1, 7, 3], lead=0.5)[0]
+    assert not same(check, [1, 7, 3], lead=0.51)[0]
 
 
 def test_no_draft_at_all_is_a_failure() -> None:
-    assert not drafts("mtp", [1, 2, 3], accepted=0, drafted=0)[0]
+    assert not same("mtp", [1, 2, 3], accepted=0, drafted=0)[0]
 
 
-@pytest.mark.parametrize("name", ["run", "serving", "kernels"])
+def test_no_graph_at_all_is_a_failure() -> None:
+    assert not same("graphs", [1, 2, 3], graphs=0)[0]
+    assert same("mtp", [1, 2, 3], graphs=0)[0]
+
+
+def test_every_check_fails_when_no_engine_answers() -> None:
+    lines = serving.judged({})
+    assert len({check for check, _, _ in lines}) == len(lines) == 13
+    assert not any(passed for _, passed, _ in lines)
+
+
+def loaded(seconds: float, cold: float | None, from_disk: float) -> bool:
+    """Judge 100 GB in so many seconds, of a machine that reads 10 GB/s."""
+    size = 100e9
+    read = [{"bytes": size, "seconds": 10.0, "from disk": size * from_disk}] * 2
+    load = {"seconds": seconds, "build": 1.0, "from disk": size * from_disk}
+    return bool(true_sizes.judge_load(load, read, cold)[0])
+
+
+def test_a_file_on_the_disk_comes_at_four_fifths_of_the_machines_rate() -> None:
+    assert loaded(12.4, None, from_disk=1.0)
+    assert not loaded(12.6, None, from_disk=1.0)
+    assert not loaded(12.4, None, from_disk=0.5), "half of it was in the page cache"
+
+
+def test_a_file_in_the_page_cache_is_no_slower_than_on_the_disk() -> None:
+    assert loaded(12.4, 12.5, from_disk=0.0)
+    assert not loaded(12.6, 12.5, from_disk=0.0)
+    assert not loaded(12.4, 12.5, from_disk=0.5)
+
+
+def test_beginnings_get_what_the_long_text_gave_them() -> None:
+    long = [-5.0, -7.0] * 4088  # a deviation of 1
+    served = {str(true_sizes.LONG): [long]}
+    for off, passes in ((0.14, True), (0.16, False), (float("nan"), False)):
+        for length in true_sizes.PREFIXES:
+            served[str(length)] = [[value + off for value in long[: length - 1]]]
+        assert true_sizes.judge_prefixes(served)[0] == passes
+
+
+@pytest.mark.parametrize("name", ["run", "serving", "kernels", "true_sizes"])
 def test_without_a_gpu_it_is_said_that_nothing_was_checked(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +143,6 @@ def test_without_a_gpu_it_is_said_that_nothing_was_checked(
             return False
 
     monkeypatch.setattr(module, "Path", Nowhere)
-    monkeypatch.setattr("sys.argv", [name, *(["--model", "x"] if name == "serving" else [])])
+    monkeypatch.setattr("sys.argv", [name])
     assert module.main() == 0
     assert "nothing was checked" in capsys.readouterr().out.lower()
