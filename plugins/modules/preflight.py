@@ -189,7 +189,9 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         headers, faults = read_headers(model)
     elif source is not None and source_exists:
         headers, faults = read_headers(source)
-    config = read_config(*([source.parent] if source is not None else []), model.parent)
+    config, config_fault = read_config(
+        *([source.parent] if source is not None else []), model.parent
+    )
     folders = [source.parent] if source is not None else []
     missing = [
         name
@@ -219,7 +221,7 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         *preflight.check_source(
             str(source or ""), source_exists or to_fetch > 0, str(model), model.exists()
         ),
-        *preflight.check_shards(faults),
+        *preflight.check_shards([*faults, *([config_fault] if config_fault else [])]),
         *preflight.check_tensors(
             architecture_of(headers),
             {one.name: one.quantization_type.name for header in headers for one in header.tensors},

@@ -209,7 +209,7 @@ _RULES: dict[str, Rule] = {
     "serving_ready_prompt": _line,
     "serving_ready_tokens": _whole(1),
     "serving_restart_seconds": _whole(0, 24 * 3600),
-    "serving_start_timeout": _SECONDS,
+    "serving_start_timeout": _whole(0, 7 * 24 * 3600),
     "serving_stop_timeout": _SECONDS,
     "serving_unit": lambda value: (
         None
