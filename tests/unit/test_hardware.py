@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.testing import patch_module_args
 from gpubox import hardware, machine, probe, storage
 from gpubox.hardware import (
     Box,
@@ -56,6 +54,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import boxes
+from tests.unit import modules
 from tests.unit.timing import AT_ONCE, FOREVER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -411,6 +410,7 @@ def test_dkms_in_both_forms() -> None:
     old = "nvidia, 535.129.03, 5.15.0-91-generic, x86_64: installed (WARNING! Diff!)\n"
     added = "zfs/2.2.2: added\n"
     found = parse_dkms(DKMS + old + added + "Error! something\n")
+    assert found.pop() == {"module": "zfs", "version": "2.2.2", "kernel": "", "state": "added"}
     assert [tuple(module.values()) for module in found] == [
         ("nvidia", "590.48.01", "6.14.0-37-generic", "installed"),
         ("nvidia", "535.129.03", "5.15.0-91-generic", "installed"),
@@ -837,7 +837,7 @@ PATHS = ["/opt/gpubox", "/shared/glm5-gguf", "/dev/shm"]  # noqa: S108
 
 @pytest.mark.parametrize(
     ("name", "addresses", "memory"),
-    [("reference-8", EIGHT, (432, 420)), ("reference-2", EIGHT[:2], (288, 280))],
+    [("reference-8", EIGHT, (432, 428)), ("reference-2", EIGHT[:2], (288, 285))],
 )
 def test_reference_box(
     tmp_path: Path,
@@ -1099,19 +1099,11 @@ def test_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded = Recorded(tmp_path, "reference-8")
-    path = ROOT / "plugins/modules/hardware_facts.py"
-    spec = importlib.util.spec_from_file_location("hardware_facts_under_test", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     monkeypatch.setenv("PATH", str(recorded.bin))
     results = []
     for check in (False, True):
         arguments = {"root": str(recorded.root), "paths": PATHS, "_ansible_check_mode": check}
-        with patch_module_args(arguments), pytest.raises(SystemExit):
-            module.main()
-        results.append(json.loads(capsys.readouterr().out))
+        results.append(modules.run("hardware_facts", arguments, capsys))
     assert results[0] == results[1]
     assert not results[0]["changed"]
     assert len(results[0]["hardware"]["gpus"]["value"]) == 8

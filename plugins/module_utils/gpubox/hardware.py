@@ -79,8 +79,8 @@ _LSPCI = re.compile(
     re.IGNORECASE,
 )
 _DKMS = re.compile(
-    r"(?P<module>[\w.+-]+)(?:/|, )(?P<version>[\w.+~:-]+), (?P<kernel>[\w.+~-]+)"
-    r"(?:, [\w-]+)?: (?P<state>\w+).*"
+    r"(?P<module>[\w.+-]+)(?:/|, )(?P<version>[\w.+~:-]+)(?:, (?P<kernel>[\w.+~-]+)(?:, [\w-]+)?)?"
+    r": (?P<state>\w+).*"
 )
 _DRIVER = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
 
@@ -315,13 +315,14 @@ def parse_dkms(text: str) -> list[dict[str, str]]:
     """``dkms status``: module, version, kernel and state, in the order of the text.
 
     Both forms are met: ``nvidia/590.48.01, 6.8.0-90-generic, x86_64: installed`` and, before dkms
-    3, ``nvidia, 535.129.03, …``. A module that is only added has no kernel and is left out.
+    3, ``nvidia, 535.129.03, …``. A module that is only added has the kernel ''.
     """
     found = []
     for line in strip_ansi(text).splitlines():
         match = _DKMS.fullmatch(line.strip())
         if match:
-            found.append({name: match[name] for name in ("module", "version", "kernel", "state")})
+            names = ("module", "version", "kernel", "state")
+            found.append({name: match[name] or "" for name in names})
     return found
 
 

@@ -135,7 +135,7 @@ def paths(root: Path, run: Run, wanted: Sequence[str]) -> dict[str, Fact]:
             continue
         if mount.target not in reflinks:
             reflinks[mount.target] = _reflink(mount, run)
-        found[path] = {
+        found[str(PurePosixPath(path))] = {
             "mount": mount.target,
             "device": mount.source,
             "number": mount.number,

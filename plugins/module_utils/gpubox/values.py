@@ -192,6 +192,7 @@ _RULES: dict[str, Rule] = {
     "plan_max_model_len": _whole(0),
     "plan_speculative_tokens": _whole(0, 16),
     "plan_tensor_parallel_size": _whole(0),
+    "preflight_report": _or_empty(_path),
     "python_env_ca_bundle": _or_empty(_path),
     "python_env_cache_dir": _path,
     "python_env_extra_packages": _each(
