@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from gpubox.serving_plan import GIB, Plan, plan
+from gpubox.serving_plan import ACTIVATION_BYTES, GIB, Plan, plan
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -430,3 +430,51 @@ def test_invariants(cards: int, asked: int, copies: int, memory: int) -> None:
     assert 2048 % (tp * 256) == 0
     used = result.build["max_jobs"] * result.build["memory_per_job_bytes"]
     assert used <= memory * GIB * 0.85
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)))
+def test_no_order_of_the_cards_changes_the_plan(lines: list[int], numbers: list[int]) -> None:
+    facts = box(8)
+    devices, gpus = facts["nvidia_devices"]["value"], facts["gpus"]["value"]
+    facts["nvidia_devices"]["value"] = [devices[line] for line in lines]
+    facts["gpus"]["value"] = [gpus[line] | {"index": line} for line in numbers]
+    assert plan(facts, GLM5, CUDA, {}).to_dict() == plan(box(8), GLM5, CUDA, {}).to_dict()
+
+
+@given(
+    st.integers(1, 16),
+    st.sampled_from([24576, 97887, 143771, 183359]),
+    st.sampled_from(["0.5", "0.9", "1", None]),
+    st.integers(0, 3),
+    st.integers(10**9, 10**12),
+)
+def test_what_is_planned_fits_or_is_refused(
+    cards: int, card_mib: int, share: str | None, guesses: int, weights: int
+) -> None:
+    model = GLM5 | {"weights": GLM5["weights"] | {"divided": weights}, "tensor_bytes": weights}
+    overrides = {"speculative_tokens": guesses, "options": {"gpu_memory_utilization": share}}
+    result = plan(box(cards, card_mib=card_mib), model, CUDA, overrides)
+    assert all(all(fault.values()) for fault in result.faults)
+    if result.kv_cache_tokens is None:
+        assert result.faults
+        return
+    assert result.weights_bytes_per_gpu is not None
+    assert result.kv_cache_bytes_per_token_per_gpu is not None
+    assert result.gpu_memory_utilization is not None
+    used = result.weights_bytes_per_gpu + ACTIVATION_BYTES
+    used += result.kv_cache_tokens * result.kv_cache_bytes_per_token_per_gpu
+    assert used <= card_mib * 1024**2 * result.gpu_memory_utilization
+    assert result.max_model_len is not None
+    assert 0 < result.max_model_len <= result.kv_cache_tokens
+    assert result.concurrent_contexts is not None
+    assert result.concurrent_contexts >= 1
+
+
+@given(st.sets(st.integers(0, 7), max_size=8))
+def test_cards_that_are_gone_are_never_adapted_to(left: set[int]) -> None:
+    before = plan(box(8), GLM5, CUDA, {}).to_dict()
+    facts = box(8)
+    for name in ("nvidia_devices", "gpus"):
+        facts[name]["value"] = [facts[name]["value"][card] for card in left]
+    faults = plan(facts, GLM5, CUDA, {"applied": before}).faults
+    assert bool(faults) == (len(left) < 8)
