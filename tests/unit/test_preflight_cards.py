@@ -184,13 +184,16 @@ def test_other_modules_of_nvidia_are_no_driver() -> None:
     assert f"modules for {KERNEL} only" in finding.measured
 
 
-def test_a_driver_that_dkms_built_for_no_kernel_is_named() -> None:
+def test_a_driver_that_no_kernel_has_is_named() -> None:
     added = {"module": "nvidia", "version": "590.48.01", "kernel": "", "state": "added"}
     for packages in ([], box()["driver_packages"]["value"]):
         facts = box(dkms=[added], driver_loaded=None, gpus=None, driver_packages=packages)
         (finding,) = check_driver(facts)
-        assert finding.measured == "DKMS has nvidia/590.48.01, built for no kernel"
+        assert finding.measured == "DKMS has nvidia/590.48.01, and no kernel has it installed"
         assert f"linux-headers-{KERNEL}" in finding.remedy
+    built = added | {"kernel": KERNEL, "state": "built"}
+    (finding,) = check_driver(box(dkms=[added, built], driver_loaded=None, gpus=None))
+    assert finding.measured.startswith("DKMS has nvidia/590.48.01,")
     assert check_driver(box(dkms=[added])) == []  # another one is loaded
     zfs = added | {"module": "zfs"}
     assert check_driver(box(dkms=[zfs], driver_loaded=None, driver_packages=[])) == []

@@ -291,9 +291,10 @@ def test_the_space_for_the_cache_of_a_cpu_may_be_the_operators() -> None:
 
 def test_what_is_asked_for_cards_is_refused_on_a_cpu() -> None:
     facts = known(cpu_count=2, memory_available_bytes=8 * GIB, nvidia_devices=[])
-    faults = plan(facts, None, CPU, {"expected_gpus": 8, "data_parallel_size": "2"}).faults
-    assert [fault["wanted"] for fault in faults] == [
+    asked = {"expected_gpus": 8, "expected_gpu_model": "H200", "data_parallel_size": "2"}
+    assert [fault["wanted"] for fault in plan(facts, None, CPU, asked).faults] == [
         "plan_expected_gpus: 8",
+        "plan_expected_gpu_model: H200",
         "plan_data_parallel_size: 2",
     ]
 

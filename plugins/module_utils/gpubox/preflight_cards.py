@@ -199,7 +199,7 @@ def _dkms_drivers(facts: Facts) -> set[str]:
 
 
 def _unbuilt_findings(facts: Facts) -> list[Finding]:
-    """A DKMS driver that no kernel has, as after a failed build."""
+    """A DKMS driver that is installed for no kernel, as after a failed build."""
     versions = _dkms_drivers(facts)
     if not versions or _value(facts, "driver_loaded"):
         return []  # what is loaded is there, however it was installed
@@ -208,7 +208,7 @@ def _unbuilt_findings(facts: Facts) -> list[Finding]:
         Finding(
             "error",
             "driver",
-            f"DKMS has {', '.join(sorted(versions))}, built for no kernel",
+            f"DKMS has {', '.join(sorted(versions))}, and no kernel has it installed",
             "a module for the kernel that runs",
             f"install linux-headers-{kernel}, run dkms autoinstall -k {kernel}, and read "
             "/var/lib/dkms/nvidia/*/build/make.log if that fails",

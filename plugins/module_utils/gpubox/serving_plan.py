@@ -406,6 +406,13 @@ def _check_cpu_overrides(
             f"plan_expected_gpus: {expected}",
             "set plan_stack: glm5-cu130, or plan_expected_gpus: 0",
         )
+    kind = overrides.get("expected_gpu_model")
+    if kind:
+        plan.refuse(
+            "a stack that computes on the CPU",
+            f"plan_expected_gpu_model: {kind}",
+            'set plan_stack: glm5-cu130, or plan_expected_gpu_model: ""',
+        )
     copies = _whole(overrides.get("data_parallel_size")) or 1
     if copies > 1:
         plan.refuse(
