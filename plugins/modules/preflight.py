@@ -292,7 +292,7 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         *check_shared_memory(given["ranks"], places),
         *check_walk(
             given["user"],
-            first_denied(ways, account_of(given["user"])) or {},
+            first_denied(ways, account_of(given["user"])),
             unseen,
         ),
         *preflight.check_source(

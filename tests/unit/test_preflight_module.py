@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,8 @@ def test_the_verdict_of_each_box(
     said = [finding["measured"] for finding in answer["findings"]]
     assert said.count(NO_MODEL) == 1
     said.remove(NO_MODEL)
+    if os.geteuid() != 0:  # only root may ask as somebody else
+        said = [text for text in said if "could not be tried as user" not in text]
     assert sorted(said) == sorted(expected)
     assert not answer["passed"]
 

@@ -95,6 +95,8 @@ def test_shared_memory(ranks: int, size: int | None, severity: list[str]) -> Non
 
 def test_where_the_service_user_is_stopped_is_told() -> None:
     assert check_walk("vllm", {}, {}) == []
+    (unasked,) = check_walk("vllm", None, {})
+    assert unasked.severity == "warning"
     denied, hidden = check_walk("vllm", {"/root/x/python": "/"}, {"/home/u/m.gguf": "/home"})
     assert denied.measured.startswith("user vllm is stopped at / (mode 0")
     assert denied.measured.endswith("owner 0:0) on the way to /root/x/python")

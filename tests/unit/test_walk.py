@@ -76,3 +76,12 @@ def test_the_kernel_is_asked_as_the_user(tmp_path: Path) -> None:
     (private / "python").chmod(0o750)
     assert first_denied(ways, Account(NOBODY, NOBODY, (4711,))) == {}
     assert os.geteuid() == 0
+
+
+@pytest.mark.forks
+def test_who_may_not_become_another_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setuid", refuse)
+    assert first_denied({Path("/"): os.X_OK}, Account(NOBODY, NOBODY)) is None

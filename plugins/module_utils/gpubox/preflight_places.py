@@ -116,16 +116,28 @@ def check_shared_memory(ranks: int, places: Places) -> list[Finding]:
     ]
 
 
-def check_walk(user: str, denied: Mapping[str, str], hidden: Mapping[str, str]) -> list[Finding]:
+def check_walk(
+    user: str, denied: Mapping[str, str] | None, hidden: Mapping[str, str]
+) -> list[Finding]:
     """The service user gets to what it runs and reads (field report U3).
 
     Args:
         user: the service user.
-        denied: path to the component at which the user is stopped.
+        denied: path to the component at which the user is stopped; None when nobody could ask.
         hidden: path to the folder that the unit's own protection hides.
     """
     found = []
-    for path, where in sorted(denied.items()):
+    if denied is None:
+        found.append(
+            Finding(
+                "warning",
+                "user",
+                f"the way to the interpreter and the model could not be tried as user {user}",
+                "to know that the service user can go it",
+                "run as root (become)",
+            )
+        )
+    for path, where in sorted((denied or {}).items()):
         found.append(
             Finding(
                 "error",

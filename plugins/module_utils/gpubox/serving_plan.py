@@ -529,7 +529,7 @@ def _limits(
             f"({'measured' if measured else 'assumed'}) x {READ_SAFETY}, and {JIT_FLOOR_SECONDS} s "
             f"for the first compiles: {seconds} s"
         )
-        if before and before >= least:
+        if before and before >= least and before != seconds:
             seconds = before
             text += f"; the applied {before} s are kept"
     if asked:
