@@ -29,6 +29,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The list of models."""
+        if self.path != "/v1/models":
+            self.send_error(404)
+            return
         models = {"data": [{"id": option("--served-model-name")}]}
         self.answer("application/json", json.dumps(models))
 

@@ -329,8 +329,16 @@ def test_cards_on_one_of_two_nodes_bind_the_unit_to_it() -> None:
     unbound = {"nodes": [1, 1], "node": None, "cpus": ""}
     for others in ([], NODES[1:], [NODES[0]], [NODES[0], {"node": 1, "cpus": ""}], None):
         assert plan(facts | known(numa_nodes=others), GLM5, CUDA, {}).numa == unbound
+    before = plan(facts, GLM5, CUDA, {}).to_dict()
     facts["gpus"]["value"][0]["numa_node"] = None
     assert plan(facts, GLM5, CUDA, {}).numa["cpus"] == ""
+    # unknown now: the same cards keep what is applied
+    kept = plan(facts, GLM5, CUDA, {"applied": before}).numa
+    assert (kept["node"], kept["cpus"]) == (1, "32-63")
+    others = before | {"gpus": ["0000:ff:00.0", "0000:fe:00.0"]}
+    assert plan(facts, GLM5, CUDA, {"applied": others}).numa["cpus"] == ""
+    odd = before | {"numa": {"cpus": "all of them", "node": 1}}
+    assert plan(facts, GLM5, CUDA, {"applied": odd}).numa["cpus"] == ""
     assert plan(box(8) | known(numa_nodes=NODES), GLM5, CUDA, {}).numa["cpus"] == ""
 
 

@@ -34,6 +34,7 @@ KEPT_SAFETY = 1.5  # what an applied limit must still have, so that it does not 
 JIT_FLOOR_SECONDS = 1200  # assumed; FlashInfer's first sampler alone took 100 s on an H200
 START_SECONDS_UNKNOWN = 1800  # assumed, while the size of the model is unknown
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_CPU_LIST = re.compile(r"[0-9]+([,-][0-9]+)*")
 
 
 @dataclass
@@ -478,26 +479,37 @@ def _links(plan: Plan, hardware: Mapping[str, Any]) -> None:
             )
 
 
-def _numa(plan: Plan, cards: Sequence[Mapping[str, Any]], hardware: Mapping[str, Any]) -> None:
+def _numa(
+    plan: Plan,
+    cards: Sequence[Mapping[str, Any]],
+    hardware: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+) -> None:
     """CPUs of the unit: those of the node that all cards hang on, where the box has others too.
 
-    Memory follows, because Linux takes it from the node of the CPU that first writes it.
+    Memory follows, because Linux takes it from the node of the CPU that first writes it. Where the
+    nodes are unknown, the same cards keep what is applied.
     """
     nodes = [_whole(card.get("numa_node")) for card in cards if card["address"] in plan.gpus]
     plan.numa = {"nodes": nodes, "node": None, "cpus": ""}
-    if not nodes or None in nodes:
+    facts = _value(hardware, "numa_nodes")
+    if not nodes or None in nodes or not isinstance(facts, list):
+        applied = overrides.get("applied")
+        before = applied.get("numa") if isinstance(applied, Mapping) else None
+        same = isinstance(applied, Mapping) and applied.get("gpus") == plan.gpus and plan.gpus
+        if same and isinstance(before, Mapping) and _CPU_LIST.fullmatch(str(before.get("cpus"))):
+            plan.numa |= {"node": _whole(before.get("node")), "cpus": str(before["cpus"])}
         return
     if len(set(nodes)) > 1:
         plan.notes.append("cards on several NUMA nodes: --numa-bind needs numactl; measure it")
         return
-    facts = _value(hardware, "numa_nodes")
     cpus = {
-        _whole(one.get("node")): one["cpus"]
-        for one in (facts if isinstance(facts, list) else [])
-        if isinstance(one, Mapping) and re.fullmatch(r"[0-9]+([,-][0-9]+)*", str(one.get("cpus")))
+        _whole(one.get("node")): str(one["cpus"])
+        for one in facts
+        if isinstance(one, Mapping) and _CPU_LIST.fullmatch(str(one.get("cpus")))
     }
     if len(cpus) > 1 and nodes[0] in cpus:
-        plan.numa |= {"node": nodes[0], "cpus": str(cpus[nodes[0]])}
+        plan.numa |= {"node": nodes[0], "cpus": cpus[nodes[0]]}
 
 
 def _limits(
@@ -602,7 +614,7 @@ def plan(
             result.notes.append(f"no flash-attn build fits: {result.build['arithmetic']}")
     _context(result, tokens, model, overrides)
     _links(result, hardware)
-    _numa(result, cards, hardware)
+    _numa(result, cards, hardware, overrides)
     _limits(result, hardware, model, overrides)
     total = _whole(_value(hardware, "memory_total_bytes"))
     result.box = {"cpus": cpus, "memory_total_bytes": total}
