@@ -23,7 +23,7 @@ SIGN_OF_LIFE = 30.0  # seconds
 
 # GiB at the worst moment, measured (docs/performance.md): a server takes 3, one of two ranks 4.7,
 # transformers and its weights beside it the rest.
-MEMORY = {"site": 9.0, "boxes": 1.5}
+MEMORY = {"site": 9.0, "boxes": 1.5, "reprovision": 1.0}
 MEMORY_DEFAULT = 4.0
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -66,7 +66,6 @@ class FilterModule:
                 lambda now, applied: plan_report.differences(applied, now)
             ),
             "plan_report": _readable(lambda now, applied: plan_report.report(applied, now)),
-            "plan_faults": _readable(plan_report.fault_lines),
             "load_stack": _readable(lambda name, root: load_stack(name, Path(root))),
             "model_plan": _readable(model_plan),
             "role_options": _readable(lambda roles: role_options(Path(roles))),

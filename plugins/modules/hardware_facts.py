@@ -15,6 +15,18 @@ options:
     description: Directory that holds C(proc), C(sys) and C(etc). Another one is a recorded state.
     type: path
     default: /
+  paths:
+    description: Paths whose file systems matter; they need not exist.
+    type: list
+    elements: str
+    default: []
+  samples:
+    description:
+      - Files below O(root) to measure the rate of their disk with. The first of 64 MiB or more is
+        read, at most 256 MiB and for at most 0.3 s; nothing is written.
+    type: list
+    elements: str
+    default: []
 attributes:
   check_mode: {support: full, description: Nothing is ever changed.}
   diff_mode: {support: none, description: Nothing is ever changed.}
@@ -56,7 +68,17 @@ hardware:
       of the driver.
     - C(kernel_running), C(architecture), C(os_release) (its assignments).
     - C(cpu_count), C(memory_total_bytes) and C(memory_available_bytes) are within the limits of the
-      control groups.
+      control groups, C(control_groups) is their version, memory_bytes and cpus (null for no limit).
+    - C(numa_nodes) lists node, cpus (those that may be used, such as C(0-31)) and
+      memory_total_bytes; each of C(nvidia_devices) has its numa_node (null where the box does not
+      say).
+    - C(iommu) is C(off), C(on) (it translates the addresses of the cards) or C(passthrough);
+      C(acs_redirecting) lists the bridges that send requests between cards up to the root.
+    - C(cuda_toolkits) lists toolkit (as in its folder's name), version and compiler (whether nvcc
+      is there), C(container) is the kind of container, C(none) on a machine of its own.
+    - C(paths) maps each of O(paths) to mount, device, number, file_system, size_bytes, free_bytes,
+      read_only, noexec, reflink and rotational (null where nothing says).
+    - C(read_speeds) maps the sample that was read to bytes a second.
   type: dict
   returned: always
 """
@@ -70,9 +92,16 @@ from ansible.module_utils.gpubox.hardware import Box
 def main() -> None:
     """Entry point of the module."""
     module = AnsibleModule(
-        argument_spec={"root": {"type": "path", "default": "/"}}, supports_check_mode=True
+        argument_spec={
+            "root": {"type": "path", "default": "/"},
+            "paths": {"type": "list", "elements": "str", "default": []},
+            "samples": {"type": "list", "elements": "str", "default": []},
+        },
+        supports_check_mode=True,
     )
-    module.exit_json(changed=False, hardware=Box(Path(module.params["root"])).facts())
+    given = module.params
+    box = Box(Path(given["root"]), paths=given["paths"], samples=given["samples"])
+    module.exit_json(changed=False, hardware=box.facts())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ module: model_facts
 short_description: Facts of the model, from config.json and GGUF headers
 description:
   - Reads headers only, never a weight. The merged file is read when it is there, else the shards.
-  - Without a readable model the facts are null; what is wrong with one is preflight's to say.
+  - Without a model the facts are null; what is wrong with one is preflight's to say.
 options:
   source: {description: Any shard of the set; empty when there is none., type: str, default: ""}
   model: {description: The merged file., type: path, required: true}
@@ -31,7 +31,8 @@ facts:
   description:
     - Null without a model. Otherwise C(architecture), sizes of config.json, C(quantization_types)
       (bytes of each), C(tensor_bytes), C(weights) (bytes as loaded, divided over tensor parallel
-      ranks or replicated) and C(row_parallel) (elements of a row and of its block).
+      ranks or replicated), C(row_parallel) (elements of a row and of its block) and C(faults) (a
+      config.json that cannot be read).
   type: dict
   returned: always
 """
@@ -54,8 +55,10 @@ def read_model(source: str, model: Path) -> dict[str, Any] | None:
         headers = [read_header(path) for path in shard_paths(file)] if file.is_file() else []
     except (GpuboxError, OSError):
         headers = []  # a set with a fault has no known sums
-    config = read_config(*([Path(source).parent] if source else []), model.parent)
-    return model_facts(config, headers) if config is not None or headers else None
+    config, fault = read_config(*([Path(source).parent] if source else []), model.parent)
+    if config is None and fault is None and not headers:
+        return None
+    return model_facts(config, headers, [fault.measured] if fault else [])
 
 
 def main() -> None:

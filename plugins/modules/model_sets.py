@@ -79,7 +79,11 @@ def main() -> None:
             if merged is not None and fresh:
                 mirror.note_merged(merged, record)
             for path in paths:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                # a link into another disk is taken away, what it leads to is not ours
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
     except GpuboxError as error:
         module.fail_json(msg=str(error))
     except OSError as error:

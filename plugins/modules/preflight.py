@@ -8,8 +8,8 @@ DOCUMENTATION = r"""
 module: preflight
 short_description: What stands in the way, all of it at once
 description:
-  - Compares the box with the plan and returns findings; changes nothing and never stops at the
-    first. A later task decides on C(passed).
+  - Compares the box with the plan and returns findings; changes nothing but O(report) and never
+    stops at the first. A later task decides on C(passed).
 options:
   hardware: {description: The facts of hardware_facts., type: dict, required: true}
   device: {description: What the box computes on., type: str, choices: [cpu, cuda], required: true}
@@ -19,7 +19,16 @@ options:
     type: str
     choices: [cpu, cuda]
     required: true
+  toolkits:
+    description: CUDA toolkits that must be there.
+    type: list
+    elements: str
+    default: []
+  torch_cuda: {description: CUDA version of torch's wheels., type: str, default: ""}
   environment: {description: Directory of the environment., type: path, required: true}
+  cache: {description: Directory of the service's caches., type: path, required: true}
+  plan_faults: {description: Faults of the plan., type: list, elements: dict, default: []}
+  ranks: {description: Processes of the server that share memory., type: int, default: 1}
   tensor_parallel_size: {description: Ranks of the plan., type: int, required: true}
   max_model_len: {description: Longest context in tokens., type: int, required: true}
   options:
@@ -36,6 +45,10 @@ options:
     description: Bytes of the set where it is fetched later; it need not be there then.
     type: int
     default: 0
+  record:
+    description: Notes on what was fetched and merged.
+    type: path
+    required: true
   model: {description: Path of the merged file., type: path, required: true}
   companions:
     description: Files that are to lie beside the merged file.
@@ -46,6 +59,10 @@ options:
   unit: {description: Name of our unit., type: str, required: true}
   port: {description: TCP port of the service., type: int, required: true}
   root: {description: Directory that holds C(proc)., type: path, default: /}
+  report:
+    description: File of the box that gets the verdict as JSON; empty for none.
+    type: str
+    default: ""
 attributes:
   check_mode: {support: full, description: Reads only.}
   diff_mode: {support: none, description: Changes nothing.}
@@ -59,12 +76,17 @@ EXAMPLES = r"""
     device: cuda
     stack: glm5-cu130
     stack_device: cuda
+    toolkits: ["13.1", "13.0"]
+    torch_cuda: "13.0"
     environment: /opt/gpubox/environments/0123456789abcdef
+    cache: /var/cache/vllm-glm5
+    ranks: 8
     tensor_parallel_size: 8
     max_model_len: 131072
     options: {dtype: bfloat16, kv_cache_dtype: fp8}
     quantization_types: [F32, Q4_K, Q8_0]
     model_source: /shared/shards/GLM-5-00001-of-00010.gguf
+    record: /shared/glm5-gguf/sets/0123456789abcdef.verified.json
     model: /shared/glm5-gguf/GLM-5.gguf
     companions: [config.json, tokenizer.json]
     user: vllm
@@ -81,35 +103,73 @@ findings:
 text: {description: The findings for people., type: str, returned: always}
 """
 
+import json
 import os
-import shutil
 from pathlib import Path
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpubox import preflight
 from ansible.module_utils.gpubox.errors import GpuboxError
 from ansible.module_utils.gpubox.gguf import Header
 from ansible.module_utils.gpubox.gguf_merge import read_set, shard_paths
+from ansible.module_utils.gpubox.mirror import is_merged, read_record
 from ansible.module_utils.gpubox.model_facts import read_config
-from ansible.module_utils.gpubox.preflight_cards import check_cards, check_driver
+from ansible.module_utils.gpubox.preflight_cards import (
+    check_cards,
+    check_driver,
+    check_toolkits,
+)
+from ansible.module_utils.gpubox.preflight_places import (
+    check_mounts,
+    check_shared_memory,
+    check_space,
+    check_walk,
+)
 from ansible.module_utils.gpubox.readiness import port_listeners
+from ansible.module_utils.gpubox.release import write_atomically
 from ansible.module_utils.gpubox.units import unit_properties
-
-
-def free_bytes(path: Path) -> int:
-    """Bytes free for root on the file system that ``path`` is or will be on."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+from ansible.module_utils.gpubox.walk import account_of, first_denied, hidden
 
 
 def shard_bytes(source: Path) -> int:
     """Bytes of the set that ``source`` is a shard of, 0 when it is not there."""
+    if not source.parent.is_dir():
+        return 0
     stem, separator, count = source.name.rpartition("-of-")
     if not separator:
         return source.stat().st_size if source.is_file() else 0
     pattern = f"{stem.rpartition('-')[0]}-*-of-{count}"
     return sum(path.stat().st_size for path in source.parent.iterdir() if path.match(pattern))
+
+
+def space_needs(given: dict[str, Any], source: Path | None) -> list[tuple[str, str, int]]:
+    """Purpose, path and bytes of everything that the run will write."""
+    environment, model = Path(given["environment"]), Path(given["model"])
+    built = (environment / "environment.json").is_file()
+    needs = [
+        (
+            "environment",
+            str(environment.parent.parent),
+            0 if built else preflight.ENVIRONMENT_BYTES[given["stack_device"]],
+        )
+    ]
+    if source is None:
+        return needs
+    try:
+        shards = shard_paths(source)
+    except GpuboxError:
+        return needs  # a name that is none is told with the headers
+    fetch = given["fetch_bytes"]
+    if fetch and is_merged(model, read_record(Path(given["record"]))):
+        fetch = 0
+    there = 0
+    if fetch and source.parent.is_dir():
+        there = sum(path.stat().st_size for path in source.parent.iterdir() if path.is_file())
+    needs.append(("shards", str(source), max(fetch - there, 0)))
+    if model not in shards and (fetch or not model.exists()):
+        needs.append(("merged model", str(model), fetch or shard_bytes(source)))
+    return needs
 
 
 def read_headers(source: Path) -> tuple[list[Header], list[GpuboxError]]:
@@ -176,20 +236,21 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
     )
 
     environment = Path(given["environment"])
-    installed = (environment / "environment.json").is_file()
-    needed = 0 if installed else preflight.ENVIRONMENT_BYTES[given["stack_device"]]
+    interpreter = environment / "venv/bin/python"
     source_exists = source is not None and source.is_file()
     to_fetch = given["fetch_bytes"]
-    merge = (
-        shard_bytes(source) if source is not None and source_exists and not model.exists() else 0
-    )
+    places = facts.get("paths") or {}
+    ways = {interpreter: os.X_OK, model: os.R_OK}
+    unseen = {str(path): where for path in ways if (where := hidden(path))}
     # headers only: of what is served, or of what it will be made of
     headers, faults = [], []
     if model.exists():
         headers, faults = read_headers(model)
     elif source is not None and source_exists:
         headers, faults = read_headers(source)
-    config = read_config(*([source.parent] if source is not None else []), model.parent)
+    config, config_fault = read_config(
+        *([source.parent] if source is not None else []), model.parent
+    )
     folders = [source.parent] if source is not None else []
     missing = [
         name
@@ -203,6 +264,7 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         *preflight.check_device(given["stack"], given["stack_device"], given["device"]),
         *check_cards(given["hardware"], processes_of(root, state.get("ControlGroup", ""))),
         *check_driver(given["hardware"]),
+        *check_toolkits(given["hardware"], given["toolkits"], given["torch_cuda"]),
         *preflight.check_model(
             config,
             given["device"],
@@ -214,12 +276,29 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
             config,
             [str(gpu.get("compute_capability")) for gpu in facts.get("gpus") or []],
         ),
-        *preflight.check_space("environment", str(environment), needed, free_bytes(environment)),
-        *preflight.check_space("merged model", str(model), merge, free_bytes(model)),
+        *preflight.check_header(
+            config,
+            {name: entry.integer for header in headers for name, entry in header.keys.items()},
+        ),
+        *check_space(space_needs(given, source), places),
+        *check_mounts(
+            [
+                (str(environment.parent.parent), "runs"),
+                (given["cache"], "runs"),
+                (str(model.parent), "written"),
+            ],
+            places,
+        ),
+        *check_shared_memory(given["ranks"], places),
+        *check_walk(
+            given["user"],
+            first_denied(ways, account_of(given["user"])),
+            unseen,
+        ),
         *preflight.check_source(
             str(source or ""), source_exists or to_fetch > 0, str(model), model.exists()
         ),
-        *preflight.check_shards(faults),
+        *preflight.check_shards([*faults, *([config_fault] if config_fault else [])]),
         *preflight.check_tensors(
             architecture_of(headers),
             {one.name: one.quantization_type.name for header in headers for one in header.tensors},
@@ -239,7 +318,15 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
             "gpubox" in (unit_text or "").partition("\n")[0],
         ),
         *preflight.check_port(given["port"], listeners),
+        *preflight.plan_findings(given["plan_faults"]),
     ]
+
+
+def write_report(path: Path, stack: str, verdict: dict[str, Any]) -> None:
+    """The verdict for machines, whatever it is; a record of this run and no state of the box."""
+    content = {name: verdict[name] for name in ("passed", "findings")} | {"stack": stack}
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> None:
@@ -250,23 +337,33 @@ def main() -> None:
             "device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
             "stack": {"type": "str", "required": True},
             "stack_device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
+            "toolkits": {"type": "list", "elements": "str", "default": []},
+            "torch_cuda": {"type": "str", "default": ""},
             "environment": {"type": "path", "required": True},
+            "cache": {"type": "path", "required": True},
+            "plan_faults": {"type": "list", "elements": "dict", "default": []},
+            "ranks": {"type": "int", "default": 1},
             "tensor_parallel_size": {"type": "int", "required": True},
             "max_model_len": {"type": "int", "required": True},
             "options": {"type": "dict", "default": {}},
             "quantization_types": {"type": "list", "elements": "str", "required": True},
             "model_source": {"type": "str", "required": True},
             "fetch_bytes": {"type": "int", "default": 0},
+            "record": {"type": "path", "required": True},
             "model": {"type": "path", "required": True},
             "companions": {"type": "list", "elements": "str", "default": []},
             "user": {"type": "str", "required": True},
             "unit": {"type": "str", "required": True},
             "port": {"type": "int", "required": True},
             "root": {"type": "path", "default": "/"},
+            "report": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )
-    module.exit_json(changed=False, **preflight.verdict(collect(module)))
+    verdict = preflight.verdict(collect(module))
+    if module.params["report"] and not module.check_mode:
+        write_report(Path(module.params["report"]), module.params["stack"], verdict)
+    module.exit_json(changed=False, **verdict)
 
 
 if __name__ == "__main__":

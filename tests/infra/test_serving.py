@@ -120,6 +120,7 @@ def test_the_plan_is_remembered_as_applied(host: Any, current: str) -> None:
     assert plan["max_model_len"] > 0
     unit = host.file(f"{current}/vllm-glm5.service").content_string
     assert f'"--max-model-len" "{plan["max_model_len"]}"' in unit
+    assert f"TimeoutStartSec={plan['limits']['start_timeout_seconds'] + 30}\n" in unit
 
 
 def test_the_journal_has_no_traceback(host: Any, serving: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ from gpubox.mirror import (
 )
 
 from tests.unit.file_server import FileServer, cut, etag, instead, status
-from tests.unit.gguf_files import shard_set
+from tests.unit.gguf_files import METADATA, GgufFile, TensorData, shard_set
 from tests.unit.timing import FOREVER
 
 CONTENT = hashlib.shake_128(b"content").digest(3 * BLOCK + 17)
@@ -445,6 +445,34 @@ def test_headers_tell_types_before_the_bytes_come(
     assert all(asked for _, asked, _ in server.seen)
     (fault, *_) = header_check(mirror, server, tmp_path, contents, ["F32", "Q8_0", "Q6_K"])
     assert "quantization type Q4_K" in fault.measured
+
+
+def test_experts_without_quantization_are_told_before_the_bytes_come(
+    mirror: Mirror, server: FileServer, tmp_path: Path
+) -> None:
+    name = "blk.0.ffn_up_exps.weight"
+    content = GgufFile(METADATA, (TensorData(name, (256, 2)),)).to_bytes()
+    (fault,) = header_check(mirror, server, tmp_path, {"x.gguf": content}, TYPES)
+    assert f"quantization type F32, the first is {name}" in fault.measured
+
+
+def test_a_bundle_that_is_none_is_named(tmp_path: Path) -> None:
+    for path, said in ((tmp_path / "none.pem", "No such file"), (tmp_path / "empty.pem", "")):
+        if not said:
+            path.write_text("no certificate")
+        with pytest.raises(GpuboxError, match="python_env_ca_bundle") as caught:
+            Mirror(ca_bundle=str(path))
+        assert str(path) in caught.value.measured
+        assert said in caught.value.measured
+
+
+@pytest.mark.parametrize("location", ["http://[::1", "//[/x"])
+def test_a_redirect_to_no_address_is_told(
+    mirror: Mirror, server: FileServer, tmp_path: Path, location: str
+) -> None:
+    server.plan = {0: status(302, Location=location)}
+    error = refused(mirror, server, tmp_path)
+    assert f"{server.url}/m/x.bin" in error.measured
 
 
 def test_a_set_of_two_models_is_refused_by_its_headers(

@@ -2,10 +2,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
+import pytest
+from gpubox.errors import GpuboxError
 from gpubox.gguf import read_header
-from gpubox.model_facts import model_facts
+from gpubox.model_facts import model_facts, read_config
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.gguf_files import STRING, TYPE_F32, TYPE_Q4_K, TYPE_Q8_0, key_value, string
 
@@ -91,3 +97,55 @@ def test_nothing_known_is_none_and_not_zero() -> None:
     assert facts["weights"] is None
     assert facts["mtp_layers"] is None
     assert facts["layers"] is None
+
+
+def read(folder: Path, content: bytes) -> tuple[dict[str, Any] | None, GpuboxError | None]:
+    (folder / "config.json").write_bytes(content)
+    return read_config(folder / "none", folder)
+
+
+def test_the_first_config_json_counts(tmp_path: Path) -> None:
+    assert read_config(tmp_path) == (None, None)
+    assert read(tmp_path, b'{"num_hidden_layers": 3}') == ({"num_hidden_layers": 3}, None)
+    later = tmp_path / "later"
+    later.mkdir()
+    (later / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("[")
+    assert read_config(tmp_path, later)[0] is None
+    assert read_config(later, tmp_path) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no JSON"),
+        (b'{"num_hidden_layers": 78', "no JSON"),
+        (b"\xef\xbb\xbf{}", "no JSON"),
+        (b"\xff\xfe{\x00}\x00", "no JSON in UTF-8"),
+        (b"[]", "a JSON list"),
+        (b"null", "a JSON NoneType"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"a":' * 200_000, "nested too deeply"),
+        (b"9" * 10_000, "no JSON"),
+    ],
+)
+def test_a_config_json_that_is_there_and_unusable_is_a_fault(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    config, fault = read(tmp_path, content)
+    assert config is None
+    assert fault is not None
+    assert said in fault.measured
+    assert str(tmp_path / "config.json") in fault.measured
+
+
+def test_a_folder_of_that_name_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    assert "directory" in str(read_config(tmp_path)[1])
+
+
+@given(st.binary(max_size=200))
+def test_no_content_breaks_it(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        config, fault = read(Path(folder), content)
+    assert (config is None) != (fault is None)

@@ -4,36 +4,24 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from ansible.module_utils.testing import patch_module_args
 from gpubox.gguf_merge import merge
 from gpubox.mirror import model_plan
 
+from tests.unit import modules
 from tests.unit.file_server import FileServer, cut, status
 from tests.unit.gguf_files import ShardSet, shard_set
 
-MODULES = Path(__file__).resolve().parents[2] / "plugins" / "modules"
 TYPES = ["F32", "Q8_0", "Q4_K", "Q6_K"]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FOLDER = f"/zai-org/GLM-5/resolve/{COMMIT}/Q4"
 
 Run = Callable[..., dict[str, Any]]
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_module", MODULES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 @pytest.fixture
@@ -80,11 +68,7 @@ class Model:
         return Path(self.plan["shard"]).parent
 
     def run(self, name: str, failed: bool = False, **options: Any) -> dict[str, Any]:
-        with patch_module_args(options), pytest.raises(SystemExit) as ended:
-            load(name).main()
-        answer: dict[str, Any] = json.loads(self.capture.readouterr().out)
-        assert ended.value.code == int(failed), answer
-        return answer
+        return modules.run(name, options, self.capture, failed)
 
     def fetch(self, failed: bool = False, **options: Any) -> dict[str, Any]:
         plan = self.plan
@@ -234,6 +218,18 @@ def test_older_sets_go_by_policy_and_nothing_else(model: Model) -> None:
     assert model.keep("current") == [old, f"{old}.verified.json"]
     left = {path.name for path in (model.folder / "sets").iterdir()}
     assert left == {"mine", model.shards.name, f"{model.shards.name}.verified.json"}
+
+
+def test_a_set_that_is_a_link_goes_and_what_it_leads_to_stays(model: Model) -> None:
+    model.layout = "shards"
+    model.fetch()
+    elsewhere = model.folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("")
+    (model.folder / "sets" / ("0" * 16)).symlink_to(elsewhere)
+    assert model.keep("current") == ["0" * 16]
+    assert not (model.folder / "sets" / ("0" * 16)).is_symlink()
+    assert (elsewhere / "precious").is_file()
 
 
 def test_a_set_of_the_box_must_be_complete_and_right(model: Model, good: ShardSet) -> None:

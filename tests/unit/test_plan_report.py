@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from gpubox.plan_report import differences, options, record, redone, report, table
 from gpubox.serving_plan import GIB, plan
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.test_serving_plan import CUDA, GLM5, box, known
 
@@ -72,3 +75,41 @@ def test_options_of_the_server(cards: int, names: set[str]) -> None:
         "tensor_parallel_size",
         *names,
     }
+
+
+PLANS = st.builds(
+    planned,
+    st.integers(1, 9),
+    st.sampled_from([288, 432]),
+    st.sampled_from("ab"),
+    start_timeout=st.sampled_from([0, 600]),
+    max_model_len=st.sampled_from([0, 4096]),
+)
+
+
+@given(PLANS, PLANS)
+def test_what_is_remembered_is_the_plan_that_was_applied(
+    before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    assert differences(now, now) == []
+    assert not any(redone(now, now).values())
+    kept = json.loads(record(before, now))
+    assert differences(kept, now) == []
+    assert record(kept, now) == json.dumps(kept, indent=1, sort_keys=True) + "\n"
+    # whatever is redone is told
+    if any(redone(before, now).values()):
+        assert differences(before, now)
+
+
+def test_a_plan_of_an_older_version_is_compared_with() -> None:
+    old = planned(8, 432)
+    del old["numa"], old["limits"]
+    changed = differences(old, planned(8, 432))
+    assert changed == ["start limit (s) unknown → 3612"]
+    assert redone(old, planned(8, 432))["restart"]
+
+
+def test_the_cpus_of_the_unit_are_part_of_the_plan() -> None:
+    bound = planned(2, 288) | {"numa": {"nodes": [0, 0], "node": 0, "cpus": "0-31"}}
+    assert "CPUs of the unit 0-31 → all" in differences(bound, planned(2, 288))
+    assert redone(bound, planned(2, 288))["unit"]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +8,17 @@ import pytest
 import yaml
 from gpubox import preflight
 from gpubox.errors import GpuboxError
-from gpubox.preflight import GIB, Finding
+from gpubox.gguf import read_header
+from gpubox.model_facts import read_config
+from gpubox.preflight import Finding
 from hypothesis import given
 from hypothesis import strategies as st
 
-_SPEC = importlib.util.spec_from_file_location(
-    "preflight_module", Path(__file__).resolve().parents[2] / "plugins/modules/preflight.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-module = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(module)
+from demo.tiny_glm5.model import Dimensions
+from demo.tiny_glm5.writer import write
+from tests.unit.modules import load
+
+module = load("preflight")
 
 DEBIAN = {"ID": "debian"}
 UBUNTU = {"ID": "ubuntu", "ID_LIKE": "debian"}
@@ -128,10 +127,10 @@ def tensors_of(*layers: int, **changed: str | None) -> dict[str, str]:
     [
         ({}, None),
         (tensors_of(0, 1, 2), None),
-        (tensors_of(0, attn_output_weight="MXFP4"), "1 tensors of type MXFP4"),
-        (tensors_of(0, 1, attn_output_weight="NVFP4"), "2 tensors of type NVFP4"),
+        (tensors_of(0, attn_output_weight="MXFP4"), "1 tensors of quantization type MXFP4"),
+        (tensors_of(0, 1, attn_output_weight="NVFP4"), "2 tensors of quantization type NVFP4"),
         (tensors_of(0, attn_output_weight="BF16"), None),
-        (tensors_of(0, ffn_down_exps_weight="BF16"), "1 tensors of type BF16"),
+        (tensors_of(0, ffn_down_exps_weight="BF16"), "1 tensors of quantization type BF16"),
         (tensors_of(3, ffn_up_exps_weight="Q5_K"), "two types in layers 3 (Q4_K, Q5_K)"),
         (tensors_of(0, indexer_proj_weight=None), "the first is blk.0.indexer.proj.weight"),
     ],
@@ -174,11 +173,57 @@ def test_no_tensors_break_it(architecture: str | None, tensors: dict[str, str]) 
         assert finding.severity == "error"
 
 
-def test_space_counts_the_reserve() -> None:
-    assert preflight.check_space("x", "/x", 3 * GIB, 4 * GIB) == []
-    (finding,) = preflight.check_space("x", "/x", 3 * GIB, 4 * GIB - 1)
-    assert "4.0 GiB for the x" in finding.wanted
-    assert preflight.check_space("x", "/x", 0, 0) == []
+HEADER = {
+    "glm-dsa.block_count": 79,
+    "glm-dsa.embedding_length": 6144,
+    "glm-dsa.expert_count": 256,
+    "glm-dsa.attention.head_count": 64,
+    "glm-dsa.attention.indexer.top_k": 2048,
+    "general.quantization_version": 2,
+}
+SIZES = {
+    "num_hidden_layers": 78,
+    "num_nextn_predict_layers": 1,
+    "hidden_size": 6144,
+    "n_routed_experts": 256,
+    "num_attention_heads": 64,
+    "index_topk": 2048,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, []),
+        ({"num_nextn_predict_layers": "1", "num_hidden_layers": 79}, []),
+        ({"num_hidden_layers": 79}, []),  # the next-token layer was not converted
+        ({"num_hidden_layers": 61}, ["num_hidden_layers 61 and 1 next-token layers"]),
+        ({"hidden_size": 7168}, ["hidden_size 7168 in config.json, embedding_length 6144"]),
+        (
+            {"n_routed_experts": 168, "index_topk": 512},
+            ["n_routed_experts 168", "index_topk 512 in config.json, attention.indexer.top_k 2048"],
+        ),
+        ({"hidden_size": None, "n_routed_experts": "256"}, []),
+    ],
+)
+def test_config_json_against_the_header(changed: dict[str, Any], said: list[str]) -> None:
+    found = preflight.check_header(SIZES | changed, HEADER)
+    assert len(found) == len(said)
+    for text, finding in zip(said, found, strict=True):
+        assert text in finding.measured
+    assert preflight.check_header(None, HEADER) == []
+    assert preflight.check_header(SIZES | changed, {}) == []
+
+
+def test_the_demos_own_model_does_not_contradict_itself(tmp_path: Path) -> None:
+    write(tmp_path, 1, dim=Dimensions(experts=2))
+    header = read_header(tmp_path / "tiny-GLM-5-UD-Q4_K_XL.gguf")
+    config, _ = read_config(tmp_path)
+    keys = {name: entry.integer for name, entry in header.keys.items()}
+    assert {f"glm-dsa.{key}" for key in preflight.HEADER_SIZES} <= set(keys)
+    assert config is not None
+    assert set(preflight.HEADER_SIZES.values()) <= set(config)
+    assert preflight.check_header(config, keys) == []
 
 
 def test_something_to_serve() -> None:

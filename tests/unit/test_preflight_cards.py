@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gpubox.preflight import Finding
-from gpubox.preflight_cards import check_cards, check_driver
+from gpubox.preflight_cards import check_cards, check_driver, check_toolkits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -182,6 +182,58 @@ def test_other_modules_of_nvidia_are_no_driver() -> None:
         box(dkms=[driver, other], kernel_running=newest, kernel_boot=newest, driver_loaded=None)
     )
     assert f"modules for {KERNEL} only" in finding.measured
+
+
+def test_a_driver_that_no_kernel_has_is_named() -> None:
+    added = {"module": "nvidia", "version": "590.48.01", "kernel": "", "state": "added"}
+    for packages in ([], box()["driver_packages"]["value"]):
+        facts = box(dkms=[added], driver_loaded=None, gpus=None, driver_packages=packages)
+        (finding,) = check_driver(facts)
+        assert finding.measured == "DKMS has nvidia/590.48.01, and no kernel has it installed"
+        assert f"linux-headers-{KERNEL}" in finding.remedy
+    built = added | {"kernel": KERNEL, "state": "built"}
+    (finding,) = check_driver(box(dkms=[added, built], driver_loaded=None, gpus=None))
+    assert finding.measured.startswith("DKMS has nvidia/590.48.01,")
+    assert check_driver(box(dkms=[added])) == []  # another one is loaded
+    zfs = added | {"module": "zfs"}
+    assert check_driver(box(dkms=[zfs], driver_loaded=None, driver_packages=[])) == []
+
+
+TOOLKITS = [
+    {"toolkit": "12.8", "version": "12.8.1", "compiler": True},
+    {"toolkit": "13.0", "version": "13.0.2", "compiler": True},
+    {"toolkit": "13.1", "version": "13.1.0", "compiler": False},
+]
+
+
+def test_toolkits() -> None:
+    facts = box(cuda_toolkits=TOOLKITS)
+    assert check_toolkits(facts, ["13.0"], "13.0") == []
+    assert check_toolkits(facts, [], None) == []
+    (missing,) = check_toolkits(facts, ["13.1", "13.0"], "13.0")
+    assert missing.measured == "no nvcc of CUDA 13.1 below /usr/local; there is 12.8, 13.0"
+    assert "cuda-toolkit-13-1 (never" in missing.remedy
+    (other,) = check_toolkits(facts, ["12.8"], "13.0")
+    assert other.measured == "torch is built for CUDA 13.0, the toolkits are 12.8"
+    assert check_toolkits(box(cuda_toolkits=None), ["13.0"], "13.0") == []
+
+
+@pytest.mark.parametrize(
+    ("loaded", "fault"),
+    [
+        ("580.65.06", False),
+        ("580.65", True),
+        ("575.64.03", True),
+        ("590.48.01", False),
+        (None, False),
+    ],
+)
+def test_cuda_13_needs_a_driver(loaded: str | None, fault: bool) -> None:
+    facts = box(cuda_toolkits=TOOLKITS, driver_loaded=loaded)
+    assert [finding.wanted for finding in check_toolkits(facts, ["13.0"], "13.0")] == [
+        "driver 580.65.06 or newer"
+    ] * fault
+    assert check_toolkits(facts, ["12.8"], "12.8") == []
 
 
 def test_prebuilt_modules_count() -> None:

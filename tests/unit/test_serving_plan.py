@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from gpubox.serving_plan import GIB, Plan, plan
+from gpubox.serving_plan import ACTIVATION_BYTES, GIB, Plan, plan
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,7 +99,7 @@ def test_the_reference_box_uses_every_card() -> None:
     assert result.kv_cache_tokens is not None
     assert result.kv_cache_tokens > 202752
     assert result.nccl == {"NCCL_PROTO": "LL"}
-    assert result.numa == {"bind": True, "nodes": [0, 0, 0, 0, 1, 1, 1, 1]}
+    assert result.numa == {"nodes": [0, 0, 0, 0, 1, 1, 1, 1], "node": None, "cpus": ""}
     assert any("PCIE_IPC" in note and "measure" in note for note in result.notes)
     assert "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC" not in result.environment
     # 402 GB at the assumed 0.5 GB/s, three times, and the compiles
@@ -255,6 +255,132 @@ def test_the_order_of_the_cards_changes_nothing() -> None:
     assert plan(facts, GLM5, CUDA, {}).to_dict() == plan(box(8), GLM5, CUDA, {}).to_dict()
 
 
+# --- what the operator sets of the server ---------------------------------------------------------
+
+
+def test_options_of_the_operator_are_planned_with() -> None:
+    asked = {"kv-cache-dtype": "auto", "gpu_memory_utilization": "0.8"}
+    result = plan(box(8), GLM5, CUDA, {"options": asked})
+    assert result.kv_cache_dtype == "auto"
+    # (512 + 64) x 2 bytes and the indexer's 132, in 78 layers
+    assert result.kv_cache_bytes_per_token_per_gpu == (1152 + 132) * 78
+    assert result.gpu_memory_utilization == 0.8
+    planned = plan(box(8), GLM5, CUDA, {})
+    assert planned.kv_cache_tokens is not None
+    assert result.kv_cache_tokens is not None
+    assert result.kv_cache_tokens < planned.kv_cache_tokens
+    high = plan(box(8), GLM5, CUDA, {"options": {"gpu_memory_utilization": 0.99}})
+    assert any("0.99 leaves 1.0 GiB" in note for note in high.notes)
+
+
+@pytest.mark.parametrize("wrong", [0, 1.2, "0.0", "much", True, [0.9], -0.5])
+def test_a_share_of_memory_that_is_none_is_refused(wrong: Any) -> None:
+    faults = plan(box(8), GLM5, CUDA, {"options": {"gpu_memory_utilization": wrong}}).faults
+    assert [fault["measured"] for fault in faults] == [f"gpu_memory_utilization {wrong}"]
+
+
+def test_the_space_for_the_cache_of_a_cpu_may_be_the_operators() -> None:
+    facts = known(cpu_count=2, memory_available_bytes=8 * GIB, nvidia_devices=[])
+    tiny = GLM5 | {"layers": 3, "heads": 8, "tensor_bytes": 10**7, "index_topk": 10**6}
+    tiny |= {"row_parallel": [[512, 256]]}
+    few = plan(facts, tiny, CPU, {}).kv_cache_tokens
+    many = plan(facts, tiny, CPU, {"environment": {"VLLM_CPU_KVCACHE_SPACE": 2}}).kv_cache_tokens
+    assert few == GIB // (3 * 576 * 4) // 64 * 64
+    assert many == 2 * GIB // (3 * 576 * 4) // 64 * 64
+
+
+def test_what_is_asked_for_cards_is_refused_on_a_cpu() -> None:
+    facts = known(cpu_count=2, memory_available_bytes=8 * GIB, nvidia_devices=[])
+    asked = {"expected_gpus": 8, "expected_gpu_model": "H200", "data_parallel_size": "2"}
+    assert [fault["wanted"] for fault in plan(facts, None, CPU, asked).faults] == [
+        "plan_expected_gpus: 8",
+        "plan_expected_gpu_model: H200",
+        "plan_data_parallel_size: 2",
+    ]
+
+
+def test_memory_that_is_not_told_is_noted() -> None:
+    facts = box(8)
+    for card in facts["gpus"]["value"]:
+        card["memory_total_mib"] = None
+    result = plan(facts, GLM5, CUDA, {})
+    assert any("memory of no card" in note for note in result.notes)
+    facts["gpus"]["value"][0]["memory_total_mib"] = 97887
+    few = plan(facts, GLM5, CUDA, {"allow_mixed_gpus": True})
+    assert any("the memory of card 0000:20:00.0, " in note for note in few.notes)
+    assert not any("memory of" in note for note in plan(box(8), GLM5, CUDA, {}).notes)
+
+
+def test_a_config_json_that_cannot_be_read_is_noted() -> None:
+    result = plan(box(8), GLM5 | {"faults": ["/m/config.json: no JSON"]}, CUDA, {})
+    assert "/m/config.json: no JSON" in result.notes
+
+
+# --- NUMA and limits ------------------------------------------------------------------------------
+
+NODES = [{"node": 0, "cpus": "0-31"}, {"node": 1, "cpus": "32-63"}]
+
+
+def test_cards_on_one_of_two_nodes_bind_the_unit_to_it() -> None:
+    facts = box(2, card_mib=400000) | known(numa_nodes=NODES)
+    for card in facts["gpus"]["value"]:
+        card["numa_node"] = 1
+    assert plan(facts, GLM5, CUDA, {}).numa == {"nodes": [1, 1], "node": 1, "cpus": "32-63"}
+    unbound = {"nodes": [1, 1], "node": None, "cpus": ""}
+    for others in ([], NODES[1:], [NODES[0]], [NODES[0], {"node": 1, "cpus": ""}], None):
+        assert plan(facts | known(numa_nodes=others), GLM5, CUDA, {}).numa == unbound
+    before = plan(facts, GLM5, CUDA, {}).to_dict()
+    facts["gpus"]["value"][0]["numa_node"] = None
+    assert plan(facts, GLM5, CUDA, {}).numa["cpus"] == ""
+    # unknown now: the same cards keep what is applied
+    kept = plan(facts, GLM5, CUDA, {"applied": before}).numa
+    assert (kept["node"], kept["cpus"]) == (1, "32-63")
+    others = before | {"gpus": ["0000:ff:00.0", "0000:fe:00.0"]}
+    assert plan(facts, GLM5, CUDA, {"applied": others}).numa["cpus"] == ""
+    odd = before | {"numa": {"cpus": "all of them", "node": 1}}
+    assert plan(facts, GLM5, CUDA, {"applied": odd}).numa["cpus"] == ""
+    assert plan(box(8) | known(numa_nodes=NODES), GLM5, CUDA, {}).numa["cpus"] == ""
+
+
+def limit(speed: int | None = None, model: Any = GLM5, **overrides: Any) -> int:
+    facts = box(8) | known(read_speeds={"/m": speed} if speed else None)
+    return int(plan(facts, model, CUDA, overrides).limits["start_timeout_seconds"])
+
+
+def applied(seconds: int) -> dict[str, Any]:
+    return {"limits": {"start_timeout_seconds": seconds}}
+
+
+def test_the_start_limit_follows_the_disk_and_does_not_move_with_it() -> None:
+    assert limit(2 * 10**9) == 201 * 3 + 1200
+    assert limit() == 804 * 3 + 1200  # assumed
+    # the same disk, a little slower or faster: what is applied stays
+    assert limit(17 * 10**8, applied=applied(1803)) == 1803
+    assert limit(6 * 10**9, applied=applied(1803)) == 1803
+    # a disk on which it would be too short
+    assert limit(5 * 10**8, applied=applied(1803)) == 804 * 3 + 1200
+    # unknown: what is applied stays
+    assert limit(model=None, applied=applied(1803)) == 1803
+    assert limit(model=None) == 1800
+
+
+def test_the_operators_start_limit_is_kept_and_judged() -> None:
+    assert limit(2 * 10**9, start_timeout="600", applied=applied(1803)) == 600
+    notes = plan(box(8), GLM5, CUDA, {"start_timeout": 600}).notes
+    assert any("serving_start_timeout 600 s may be too short" in note for note in notes)
+    assert not any("short" in n for n in plan(box(8), GLM5, CUDA, {"start_timeout": 3600}).notes)
+
+
+@given(st.integers(10**7, 10**11), st.integers(1, 10**13), st.integers(0, 10**6))
+def test_a_limit_never_leaves_less_than_half_of_the_safety(
+    speed: int, size: int, before: int
+) -> None:
+    seconds = limit(speed, GLM5 | {"tensor_bytes": size}, applied=applied(before))
+    assert seconds >= size / speed * 1.5
+    again = limit(speed, GLM5 | {"tensor_bytes": size}, applied=applied(seconds))
+    assert again == seconds
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
@@ -265,7 +391,10 @@ FACTS = (
     "gpus",
     "gpu_links",
     "cpu_count",
+    "iommu",
+    "acs_redirecting",
     "memory_available_bytes",
+    "numa_nodes",
     "read_speeds",
 )
 DEVICE = st.fixed_dictionaries({"address": st.text(max_size=3)}, optional={"revision": JSON})
@@ -277,7 +406,19 @@ DEVICE = st.fixed_dictionaries({"address": st.text(max_size=3)}, optional={"revi
     st.none() | st.fixed_dictionaries({}, optional=dict.fromkeys(GLM5, JSON)),
     st.sampled_from([CUDA, CPU]),
     st.dictionaries(
-        st.sampled_from(["tensor_parallel_size", "max_jobs", "data_parallel_size", "applied"]), JSON
+        st.sampled_from(
+            [
+                "tensor_parallel_size",
+                "max_jobs",
+                "data_parallel_size",
+                "expected_gpus",
+                "start_timeout",
+                "options",
+                "environment",
+                "applied",
+            ]
+        ),
+        JSON,
     ),
 )
 def test_no_facts_crash_the_planner(
@@ -298,3 +439,51 @@ def test_invariants(cards: int, asked: int, copies: int, memory: int) -> None:
     assert 2048 % (tp * 256) == 0
     used = result.build["max_jobs"] * result.build["memory_per_job_bytes"]
     assert used <= memory * GIB * 0.85
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)))
+def test_no_order_of_the_cards_changes_the_plan(lines: list[int], numbers: list[int]) -> None:
+    facts = box(8)
+    devices, gpus = facts["nvidia_devices"]["value"], facts["gpus"]["value"]
+    facts["nvidia_devices"]["value"] = [devices[line] for line in lines]
+    facts["gpus"]["value"] = [gpus[line] | {"index": line} for line in numbers]
+    assert plan(facts, GLM5, CUDA, {}).to_dict() == plan(box(8), GLM5, CUDA, {}).to_dict()
+
+
+@given(
+    st.integers(1, 16),
+    st.sampled_from([24576, 97887, 143771, 183359]),
+    st.sampled_from(["0.5", "0.9", "1", None]),
+    st.integers(0, 3),
+    st.integers(10**9, 10**12),
+)
+def test_what_is_planned_fits_or_is_refused(
+    cards: int, card_mib: int, share: str | None, guesses: int, weights: int
+) -> None:
+    model = GLM5 | {"weights": GLM5["weights"] | {"divided": weights}, "tensor_bytes": weights}
+    overrides = {"speculative_tokens": guesses, "options": {"gpu_memory_utilization": share}}
+    result = plan(box(cards, card_mib=card_mib), model, CUDA, overrides)
+    assert all(all(fault.values()) for fault in result.faults)
+    if result.kv_cache_tokens is None:
+        assert result.faults
+        return
+    assert result.weights_bytes_per_gpu is not None
+    assert result.kv_cache_bytes_per_token_per_gpu is not None
+    assert result.gpu_memory_utilization is not None
+    used = result.weights_bytes_per_gpu + ACTIVATION_BYTES
+    used += result.kv_cache_tokens * result.kv_cache_bytes_per_token_per_gpu
+    assert used <= card_mib * 1024**2 * result.gpu_memory_utilization
+    assert result.max_model_len is not None
+    assert 0 < result.max_model_len <= result.kv_cache_tokens
+    assert result.concurrent_contexts is not None
+    assert result.concurrent_contexts >= 1
+
+
+@given(st.sets(st.integers(0, 7), max_size=8))
+def test_cards_that_are_gone_are_never_adapted_to(left: set[int]) -> None:
+    before = plan(box(8), GLM5, CUDA, {}).to_dict()
+    facts = box(8)
+    for name in ("nvidia_devices", "gpus"):
+        facts[name]["value"] = [facts[name]["value"][card] for card in left]
+    faults = plan(facts, GLM5, CUDA, {"applied": before}).faults
+    assert bool(faults) == (len(left) < 8)

@@ -9,19 +9,20 @@ never taken for "none" (field report A3).
 from __future__ import annotations
 
 import csv
-import os
 import re
-import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from . import machine, storage
+from .machine import parse_cpu_list
+from .probe import Fact, Output, Run, known, read_text, run_command, strip_ansi, tail, unknown
 
 NVIDIA = "10de"
 # PCI classes of graphics cards: VGA compatible controller and 3D controller (server boards)
 GPU_CLASSES = ("0300", "0302")
 NVSWITCH_CLASS = "0680"
-COMMAND_SECONDS = 30
 SMI_FIELDS = (
     "index",
     "pci.bus_id",
@@ -67,8 +68,6 @@ DRIVER_PATTERNS = (
 )
 # the packages that hold the library whose version has to be that of the module
 _LIBRARY_PACKAGE = re.compile(r"libnvidia-compute(-\d+(-server)?)?|libnvidia-ml1")
-# ECMA-48 and ECMA-35: control sequences, choices of a character set, single escapes
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[ -/]+[0-~]|[@-Z\\-_])")
 _ADDRESS = re.compile(
     r"(?:(?P<domain>[0-9a-f]{4,8}):)?(?P<bus>[0-9a-f]{2}):(?P<slot>[0-9a-f]{2})\.(?P<function>[0-7])",
     re.IGNORECASE,
@@ -80,18 +79,13 @@ _LSPCI = re.compile(
     re.IGNORECASE,
 )
 _DKMS = re.compile(
-    r"(?P<module>[\w.+-]+)(?:/|, )(?P<version>[\w.+~:-]+), (?P<kernel>[\w.+~-]+)"
-    r"(?:, [\w-]+)?: (?P<state>\w+).*"
+    r"(?P<module>[\w.+-]+)(?:/|, )(?P<version>[\w.+~:-]+)(?:, (?P<kernel>[\w.+~-]+)(?:, [\w-]+)?)?"
+    r": (?P<state>\w+).*"
 )
 _DRIVER = re.compile(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b")
 
 
 # --- parsers --------------------------------------------------------------------------------------
-
-
-def strip_ansi(text: str) -> str:
-    """The text without terminal control sequences."""
-    return _ANSI.sub("", text)
 
 
 def normalize_address(text: str) -> str | None:
@@ -321,13 +315,14 @@ def parse_dkms(text: str) -> list[dict[str, str]]:
     """``dkms status``: module, version, kernel and state, in the order of the text.
 
     Both forms are met: ``nvidia/590.48.01, 6.8.0-90-generic, x86_64: installed`` and, before dkms
-    3, ``nvidia, 535.129.03, …``. A module that is only added has no kernel and is left out.
+    3, ``nvidia, 535.129.03, …``. A module that is only added has the kernel ''.
     """
     found = []
     for line in strip_ansi(text).splitlines():
         match = _DKMS.fullmatch(line.strip())
         if match:
-            found.append({name: match[name] for name in ("module", "version", "kernel", "state")})
+            names = ("module", "version", "kernel", "state")
+            found.append({name: match[name] or "" for name in names})
     return found
 
 
@@ -487,17 +482,6 @@ def parse_os_release(text: str) -> dict[str, str]:
     return found
 
 
-def parse_cpu_list(text: str) -> set[int] | None:
-    """CPUs of a kernel list such as ``0-3,8``, None when it is none."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part)
-        if match is None:
-            return None
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return found or None
-
-
 def parse_status_cpus(text: str) -> set[int] | None:
     """CPUs that a process may use, from ``/proc/<pid>/status``."""
     for line in text.splitlines():
@@ -534,91 +518,34 @@ def parse_statistics(text: str) -> dict[str, int]:
 # --- probes ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Output:
-    """What a command printed; ``fault`` says why there is nothing to read."""
-
-    stdout: str = ""
-    stderr: str = ""
-    code: int = 0
-    fault: str | None = None
-
-
-Run = Callable[[Sequence[str]], Output]
-
-
-def run_command(command: Sequence[str]) -> Output:
-    """Run a command of PATH in the C locale; whatever goes wrong is a fault in the answer."""
-    environment = {**os.environ, "LC_ALL": "C", "LANGUAGE": "C"}
-    try:
-        done = subprocess.run(
-            list(command),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMMAND_SECONDS,
-            check=False,
-        )
-    except FileNotFoundError:
-        return Output(fault=f"{command[0]} is not installed")
-    except subprocess.TimeoutExpired:
-        return Output(fault=f"{command[0]} did not answer within {COMMAND_SECONDS} s")
-    except OSError as error:
-        return Output(fault=f"{command[0]} cannot be run: {error.strerror or error}")
-    return Output(done.stdout, done.stderr, done.returncode)
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A value, or the reason why there is none; and where it comes from."""
-
-    value: Any
-    unknown: str | None
-    source: str
-
-
-def known(value: Any, source: str) -> Fact:
-    """A fact that was measured."""
-    return Fact(value, None, source)
-
-
-def unknown(reason: str, source: str) -> Fact:
-    """A fact that could not be measured."""
-    return Fact(None, reason, source)
-
-
-def _tail(output: Output) -> str:
-    """The last words of a command that gave no answer."""
-    if output.fault:
-        return output.fault
-    lines = [line.strip() for line in strip_ansi(output.stdout + "\n" + output.stderr).splitlines()]
-    words = "; ".join([line for line in lines if line][-3:])
-    return (words or "no output") + (f" (exit status {output.code})" if output.code else "")
-
-
-def _text(path: Path) -> tuple[str | None, str]:
-    """Content of a file, or None and the reason."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace"), ""
-    except OSError as error:
-        return None, f"{path}: {error.strerror or error}"
-
-
 class Box:
-    """The facts of a box: commands through ``run``, files below ``root``."""
+    """The facts of a box: commands through ``run``, files below ``root``.
 
-    def __init__(self, root: Path, run: Run = run_command) -> None:
+    Args:
+        root: where ``/proc`` and the like lie.
+        run: runs a command.
+        paths: paths whose file systems matter.
+        samples: files to measure the disk's rate with; the first that is large enough is read.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        run: Run = run_command,
+        paths: Sequence[str] = (),
+        samples: Sequence[str] = (),
+    ) -> None:
         self.root = root
         self.run = run
+        self.paths = paths
+        self.samples = samples
 
     def pci(self) -> dict[str, Fact]:
         """Graphics cards and switches on the PCI bus."""
         source = "lspci -Dnn"
         output = self.run(["lspci", "-Dnn"])
         devices = parse_lspci(output.stdout)
-        reason = _tail(output)
+        reason = tail(output)
         if not devices:
             directory = self.root / "sys/bus/pci/devices"
             source = str(directory)
@@ -626,12 +553,18 @@ class Box:
                 devices = read_pci_files(directory)
             except OSError as error:
                 reason = f"lspci: {reason}; {directory}: {error.strerror or error}"
-                return dict.fromkeys(
-                    ("nvidia_devices", "nvswitch_devices"), unknown(reason, source)
-                )
+                names = ("nvidia_devices", "nvswitch_devices")
+                facts = dict.fromkeys(names, unknown(reason, source))
+                return facts | machine.iommu(self.root, []) | machine.acs(self.run)
+        cards = [
+            card.to_dict() | {"numa_node": machine.numa_node(self.root, card.address)}
+            for card in nvidia_gpus(devices)
+        ]
         return {
-            "nvidia_devices": known([d.to_dict() for d in nvidia_gpus(devices)], source),
+            "nvidia_devices": known(cards, source),
             "nvswitch_devices": known([d.to_dict() for d in nvswitches(devices)], source),
+            **machine.iommu(self.root, [card["address"] for card in cards]),
+            **machine.acs(self.run),
         }
 
     def smi(self) -> dict[str, Fact]:
@@ -648,7 +581,7 @@ class Box:
             if "not a valid field to query" not in output.stdout + output.stderr:
                 break
         messages += [line for line in strip_ansi(output.stderr).splitlines() if line.strip()]
-        gpus = unknown(_tail(output), source)
+        gpus = unknown(tail(output), source)
         if cards is not None:
             gpus = known([asdict(card) for card in cards], source)
         facts = {"gpus": gpus, "nvidia_smi_messages": known(messages, source)}
@@ -669,7 +602,7 @@ class Box:
             ]
         )
         if "gpu_bus_id" not in output.stdout:
-            return {"gpu_processes": unknown(_tail(output), source)}
+            return {"gpu_processes": unknown(tail(output), source)}
         return {"gpu_processes": known(parse_applications(output.stdout), source)}
 
     def _links(self, cards: Iterable[Gpu]) -> dict[str, Fact]:
@@ -685,13 +618,13 @@ class Box:
             },
         )
         return {
-            "gpu_links": unknown(_tail(output), source) if links is None else known(links, source)
+            "gpu_links": unknown(tail(output), source) if links is None else known(links, source)
         }
 
     def driver(self) -> dict[str, Fact]:
         """The module that is loaded and the cards that it has."""
         path = self.root / "proc/driver/nvidia/version"
-        text, reason = _text(path)
+        text, reason = read_text(path)
         loaded = parse_driver(text) if text is not None else None
         if text is not None and loaded is None:
             reason = f"{path} has no NVRM version"
@@ -729,7 +662,7 @@ class Box:
         packages = parse_packages(output.stdout)
         # dpkg-query ends with 1 when a pattern has no package, with 2 when it could not read
         if output.code > 1:
-            return dict.fromkeys(names, unknown(_tail(output), source))
+            return dict.fromkeys(names, unknown(tail(output), source))
         versions = library_versions(packages)
         installed = unknown("no driver library is installed as a package", source)
         if len(versions) == 1:
@@ -746,7 +679,7 @@ class Box:
             output = self.run(["uname", option])
             text = output.stdout.strip()
             usable = output.code == 0 and re.fullmatch(r"[\w.+~-]+", text)
-            facts[name] = known(text, source) if usable else unknown(_tail(output), source)
+            facts[name] = known(text, source) if usable else unknown(tail(output), source)
         return facts
 
     def boot(self) -> dict[str, Fact]:
@@ -764,20 +697,20 @@ class Box:
         }
         dkms = self.run(["dkms", "status"])
         facts["dkms"] = (
-            unknown(_tail(dkms), "dkms status")
+            unknown(tail(dkms), "dkms status")
             if dkms.fault or dkms.code
             else known(parse_dkms(dkms.stdout), "dkms status")
         )
         modinfo = self.run(["modinfo", "nvidia"])
         module = parse_modinfo(modinfo.stdout) if not modinfo.fault else None
         facts["module_installed"] = (
-            known(module, "modinfo nvidia") if module else unknown(_tail(modinfo), "modinfo nvidia")
+            known(module, "modinfo nvidia") if module else unknown(tail(modinfo), "modinfo nvidia")
         )
         source = "mokutil --sb-state"
         mokutil = self.run(["mokutil", "--sb-state"])
         secure = None if mokutil.fault else parse_secure_boot(mokutil.stdout + mokutil.stderr)
         facts["secure_boot"] = (
-            unknown(_tail(mokutil), source) if secure is None else known(secure, source)
+            unknown(tail(mokutil), source) if secure is None else known(secure, source)
         )
         return facts
 
@@ -785,7 +718,7 @@ class Box:
         """The distribution."""
         reasons = []
         for path in (self.root / "etc/os-release", self.root / "usr/lib/os-release"):
-            text, reason = _text(path)
+            text, reason = read_text(path)
             if text is not None and (values := parse_os_release(text)):
                 return {"os_release": known(values, str(path))}
             reasons.append(reason or f"{path} has no assignment")
@@ -797,7 +730,7 @@ class Box:
         A container may have the path of the host in ``/proc/self/cgroup`` and only its own groups
         mounted, so only directories that exist are taken, the mounted root always.
         """
-        text, _ = _text(self.root / "proc/self/cgroup")
+        text, _ = read_text(self.root / "proc/self/cgroup")
         mount = self.root / "sys/fs/cgroup"
         found = []
         for line in (text or "").splitlines():
@@ -814,6 +747,43 @@ class Box:
             found += [base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
         return [path for path in found if path.is_dir()]
 
+    def around(self) -> dict[str, Fact]:
+        """What lies around the cards: nodes, toolkits, file systems, the rate of the disk."""
+        status, _ = read_text(self.root / "proc/self/status")
+        return {
+            **machine.numa_nodes(self.root, parse_status_cpus(status or "")),
+            **machine.cuda_toolkits(self.root),
+            **machine.container(self.root, self.run),
+            **storage.paths(self.root, self.run, self.paths),
+            **storage.read_speeds(self.root, self.samples),
+        }
+
+    def limits(self) -> dict[str, Fact]:
+        """Limits of the control groups: bytes of memory and CPUs, None where there is none."""
+        path = self.root / "proc/self/cgroup"
+        text, reason = read_text(path)
+        if text is None:
+            return {"control_groups": unknown(reason, str(path))}
+        memory = [
+            limit for group in self.groups("memory") if (limit := self._memory_group(group)[0])
+        ]
+        cpus = [quota for group in self.groups("cpu") if (quota := self._cpu_quota(group))]
+        limits = {
+            "version": 2 if any(line.startswith("0::") for line in text.splitlines()) else 1,
+            "memory_bytes": min(memory, default=None),
+            "cpus": min(cpus, default=None),
+        }
+        return {"control_groups": known(limits, str(path))}
+
+    def _cpu_quota(self, group: Path) -> float | None:
+        """CPUs that a group may use, None without a quota."""
+        text, _ = read_text(group / "cpu.max")
+        if text is not None:
+            return parse_cpu_max(text)
+        quota, _ = read_text(group / "cpu.cfs_quota_us")
+        period, _ = read_text(group / "cpu.cfs_period_us")
+        return parse_cpu_max(f"{quota or ''} {period or ''}")
+
     def cpus(self) -> dict[str, Fact]:
         """CPUs that may be used: online, allowed to this process, within the group's quota."""
         online_path = self.root / "sys/devices/system/cpu/online"
@@ -821,7 +791,7 @@ class Box:
         counts: list[tuple[int, str]] = []
         reasons = []
         for path, parse in ((online_path, parse_cpu_list), (status_path, parse_status_cpus)):
-            text, reason = _text(path)
+            text, reason = read_text(path)
             cpus = parse(text) if text is not None else None
             if cpus:
                 counts.append((len(cpus), str(path)))
@@ -830,12 +800,7 @@ class Box:
         if not counts:
             return {"cpu_count": unknown("; ".join(reasons), "cpu lists")}
         for group in self.groups("cpu"):
-            text, _ = _text(group / "cpu.max")
-            quota = parse_cpu_max(text) if text else None
-            if text is None:
-                quota_text, _ = _text(group / "cpu.cfs_quota_us")
-                period_text, _ = _text(group / "cpu.cfs_period_us")
-                quota = parse_cpu_max(f"{quota_text or ''} {period_text or ''}")
+            quota = self._cpu_quota(group)
             if quota is not None:
                 counts.append((max(int(quota), 1), f"CPU quota of {group}"))
         count, source = min(counts)
@@ -844,7 +809,7 @@ class Box:
     def memory(self) -> dict[str, Fact]:
         """RAM in bytes, total and available, both within the control groups' limits."""
         path = self.root / "proc/meminfo"
-        text, reason = _text(path)
+        text, reason = read_text(path)
         values = parse_meminfo(text or "")
         facts = {}
         for name, key in (
@@ -869,11 +834,11 @@ class Box:
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            text, _ = _text(group / limit_name)
+            text, _ = read_text(group / limit_name)
             if text is None:
                 continue
-            used, _ = _text(group / used_name)
-            statistics, _ = _text(group / "memory.stat")
+            used, _ = read_text(group / used_name)
+            statistics, _ = read_text(group / "memory.stat")
             dropped = parse_statistics(statistics or "").get(cache, 0)
             return parse_limit(text), max((parse_limit(used or "") or 0) - dropped, 0)
         return None, 0
@@ -891,6 +856,8 @@ class Box:
             self.os_release,
             self.cpus,
             self.memory,
+            self.limits,
+            self.around,
         ):
             found |= probe()
         return {name: asdict(fact) for name, fact in sorted(found.items())}

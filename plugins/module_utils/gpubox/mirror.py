@@ -28,9 +28,9 @@ from typing import IO, Any
 from urllib.parse import quote, unquote, urlsplit
 
 from .errors import GpuboxError
-from .gguf import MAGIC, MAX_HEADER, Header, read_header
+from .gguf import MAGIC, MAX_HEADER, read_header
 from .gguf_merge import read_set, shard_paths
-from .preflight import RESERVE_BYTES
+from .preflight import RESERVE_BYTES, type_faults
 from .release import digest, write_atomically
 
 BLOCK = 1 << 20  # bytes of one read
@@ -225,29 +225,11 @@ def content_fault(wanted: Wanted, path: Path) -> GpuboxError | None:
     return None
 
 
-def type_faults(headers: Iterable[Header], supported: Collection[str]) -> list[GpuboxError]:
-    """One fault a shard for the quantization types that the stack's kernels do not read."""
-    faults = []
-    for header in headers:
-        types = sorted({tensor.quantization_type.name for tensor in header.tensors})
-        unknown = [name for name in types if name not in supported]
-        if unknown:
-            first = next(t for t in header.tensors if t.quantization_type.name in unknown)
-            faults.append(
-                GpuboxError(
-                    f"{header.path.name}: quantization type {', '.join(unknown)} "
-                    f"(tensor {first.name})",
-                    f"types that the stack's kernels read: {', '.join(supported)}",
-                    "Choose another quantization of the model.",
-                )
-            )
-    return faults
-
-
 def set_faults(paths: Sequence[Path], supported: Collection[str]) -> list[GpuboxError]:
     """Everything that the headers of a set say against serving it; all shards must be there."""
     headers, faults = read_set(paths)
-    return [*faults, *type_faults(headers, supported)]
+    types = {one.name: one.quantization_type.name for head in headers for one in head.tensors}
+    return [*faults, *(GpuboxError(*parts) for parts in type_faults(types, supported))]
 
 
 # ---------------------------------------------------------------------------------- the transfer
@@ -341,7 +323,14 @@ class Mirror:
     pause: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        context = ssl.create_default_context(cafile=self.ca_bundle or None)
+        try:
+            context = ssl.create_default_context(cafile=self.ca_bundle or None)
+        except OSError as error:  # an SSLError is one
+            raise GpuboxError(
+                f"python_env_ca_bundle {self.ca_bundle}: {error.strerror or error}",
+                "a file of the box with certificates (PEM)",
+                "correct python_env_ca_bundle, or leave it empty",
+            ) from None
         self._opener = urllib.request.build_opener(
             _Redirects(), urllib.request.HTTPSHandler(context=context)
         )
@@ -360,7 +349,16 @@ class Mirror:
         request = urllib.request.Request(url + self.secret.query, headers=sent)  # noqa: S310
         if self.secret.header:
             request.add_unredirected_header("Authorization", self.secret.header)
-        return self._opener.open(request, timeout=self.timeout)
+        try:
+            return self._opener.open(request, timeout=self.timeout)
+        except OSError:
+            raise
+        except ValueError as error:  # of urllib, for a Location that is no address
+            raise GpuboxError(
+                f"{url} redirects to an address that is none ({error})",
+                "the file",
+                "look at the server, then run again",
+            ) from None
 
     def _refusal(self, url: str, error: Exception) -> GpuboxError:
         """A lasting failure for a person; the query, a secret, is in none of the texts."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .errors import GpuboxError
 from .gguf import KEY_ARCHITECTURE, Header, Tensor
 
 # Tensors that vLLM 0.33 splits over tensor parallel ranks (models/deepseek_v32/attention.py: q_b,
@@ -84,24 +85,44 @@ def _weights(tensors: Iterable[Tensor], layers: int | None) -> dict[str, int]:
     return sums
 
 
-def read_config(*folders: Path) -> dict[str, Any] | None:
-    """config.json of the first folder that has a readable one."""
+def read_config(*folders: Path) -> tuple[dict[str, Any] | None, GpuboxError | None]:
+    """config.json of the first folder that has one.
+
+    Returns:
+        The object, None when there is no file; and what is wrong with a file that is there but
+        that the server could not read.
+    """
     for folder in folders:
+        path = folder / "config.json"
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
             continue
-        if isinstance(config, dict):
-            return config
-    return None
+        except OSError as error:
+            found = error.strerror or str(error)
+        except RecursionError:
+            found = "lists or objects nested too deeply"
+        except ValueError as error:
+            found = f"no JSON in UTF-8 ({error})"
+        else:
+            if isinstance(config, dict):
+                return config, None
+            found = f"a JSON {type(config).__name__} and no object"
+        return None, GpuboxError(
+            f"{path}: {found}", "the model's configuration", "take it from the model's source again"
+        )
+    return None, None
 
 
-def model_facts(config: Mapping[str, Any] | None, headers: Sequence[Header]) -> dict[str, Any]:
+def model_facts(
+    config: Mapping[str, Any] | None, headers: Sequence[Header], faults: Sequence[str] = ()
+) -> dict[str, Any]:
     """Facts of the model as plain JSON; a size that nothing tells is None.
 
     Args:
         config: config.json, None when there is none to read.
         headers: of the merged file or of every shard, in order.
+        faults: what is there and could not be read; kept as ``faults``.
 
     Returns:
         ``architecture`` (general.architecture), ``config`` (the keys of config.json that are used),
@@ -134,5 +155,5 @@ def model_facts(config: Mapping[str, Any] | None, headers: Sequence[Header]) -> 
         "tensor_bytes": sum(types.values()) if headers else None,
         "weights": _weights(tensors, sizes["layers"]) if headers else None,
         "row_parallel": [list(pair) for pair in sorted(rows)],
-        "faults": [],
+        "faults": list(faults),
     }

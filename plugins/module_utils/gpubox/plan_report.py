@@ -34,7 +34,6 @@ def _rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     box = plan.get("box") or {}
     memory = box.get("memory_total_bytes")
     weights = plan.get("weights_bytes_per_gpu")
-    limits = plan.get("limits") or {}
     rows = [
         ("GPUs", str(len(plan.get("gpus") or []))),
         ("RAM", "unknown" if memory is None else gib(memory)),
@@ -47,8 +46,16 @@ def _rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weights per GPU", "unknown" if weights is None else gib(weights)),
         ("KV cache tokens", _shown(plan.get("kv_cache_tokens"))),
         ("concurrent contexts", _shown(plan.get("concurrent_contexts"))),
-        ("start limit needed (s)", _shown(limits.get("start_timeout_seconds"))),
+        *((name, _shown(value)) for name, value in _unit(plan).items()),
     ]
+
+
+def _unit(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What systemd is told of the server."""
+    return {
+        "start limit (s)": (plan.get("limits") or {}).get("start_timeout_seconds"),
+        "CPUs of the unit": (plan.get("numa") or {}).get("cpus") or "all",
+    }
 
 
 def table(plan: Mapping[str, Any]) -> list[str]:
@@ -92,6 +99,7 @@ def redone(applied: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> dict[s
     """What site.yml will do again because of the plan (not of other variables)."""
     stack = not applied or applied.get("stack") != plan.get("stack")
     runs = stack or any((applied or {}).get(name) != plan.get(name) for name in RUNS)
+    runs = runs or _unit(applied or {}) != _unit(plan)
     return {"environment": stack, "flash-attn": False, "unit": runs, "restart": runs}
 
 

@@ -22,6 +22,23 @@ GATE_AND_UP = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
 UNQUANTIZED = {"F32", "F16", "BF16"}
 INDEX_HEADS = (32, 64)
+# key of the GGUF behind the architecture, key of config.json
+HEADER_SIZES = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+}
 # vLLM 0.33.0, flashinfer_mla_sparse.py: what FLASHINFER_MLA_SPARSE_SM120 supports
 SM120_OPTIONS = {
     "dtype": ("auto", "bfloat16"),
@@ -235,6 +252,65 @@ def check_options(
     return findings
 
 
+def type_faults(tensors: Mapping[str, str], types: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Quantization types that the loader has no kernels for: measured, wanted, remedy of each.
+
+    Args:
+        tensors: name to quantization type.
+        types: those that the loader reads.
+    """
+    by_type: dict[str, list[str]] = {}
+    allowed = set(types)
+    expert_allowed = allowed - UNQUANTIZED  # a loop over experts, which CUDA graphs cannot hold
+    wanted = f"for experts one of: {', '.join(sorted(expert_allowed))}; elsewhere also: "
+    wanted += ", ".join(sorted(allowed - expert_allowed))
+    for name, kind in tensors.items():
+        if kind not in (expert_allowed if name.endswith("_exps.weight") else allowed):
+            by_type.setdefault(kind, []).append(name)
+    return [
+        (
+            f"{len(names)} tensors of quantization type {kind}, the first is {names[0]}",
+            wanted,
+            "take another quantization of the model",
+        )
+        for kind, names in sorted(by_type.items())
+    ]
+
+
+def check_header(config: Mapping[str, Any] | None, keys: Mapping[str, int | None]) -> list[Finding]:
+    """config.json, which sizes the layers, against the GGUF, which fills them.
+
+    Args:
+        config: config.json, None when it is not there yet.
+        keys: whole numbers of the GGUF's header by key, of all shards.
+    """
+    found = []
+    for key, name in HEADER_SIZES.items():
+        value, stored = (config or {}).get(name), keys.get(f"{ARCHITECTURE}.{key}")
+        if not isinstance(value, int) or stored is None or value == stored:
+            continue
+        found.append((f"{name} {value} in config.json, {key} {stored} in the GGUF", name))
+    blocks = keys.get(f"{ARCHITECTURE}.block_count")
+    layers, more = (
+        (config or {}).get(name) for name in ("num_hidden_layers", "num_nextn_predict_layers")
+    )
+    more = more if isinstance(more, int) else 0
+    # a conversion may leave the next-token layers out
+    if isinstance(layers, int) and blocks is not None and blocks not in (layers, layers + more):
+        text = f"num_hidden_layers {layers} and {more} next-token layers in config.json"
+        found.append((f"{text}, block_count {blocks} in the GGUF", "num_hidden_layers"))
+    return [
+        Finding(
+            "error",
+            "config",
+            measured,
+            f"one {name}: they are of one model",
+            "put the config.json of this very model beside the GGUF",
+        )
+        for measured, name in found
+    ]
+
+
 def check_tensors(
     architecture: str | None,
     tensors: Mapping[str, str],
@@ -259,22 +335,7 @@ def check_tensors(
     found = []
     if architecture != ARCHITECTURE:
         found.append((f"architecture {architecture or 'unknown'}", ARCHITECTURE, "serve GLM-5"))
-    by_type: dict[str, list[str]] = {}
-    allowed = set(types)
-    expert_allowed = allowed - UNQUANTIZED  # a loop over experts, which CUDA graphs cannot hold
-    wanted = f"for experts one of: {', '.join(sorted(expert_allowed))}; elsewhere also: "
-    wanted += ", ".join(sorted(allowed - expert_allowed))
-    for name, kind in tensors.items():
-        if kind not in (expert_allowed if name.endswith("_exps.weight") else allowed):
-            by_type.setdefault(kind, []).append(name)
-    for kind, names in sorted(by_type.items()):
-        found.append(
-            (
-                f"{len(names)} tensors of type {kind}, the first is {names[0]}",
-                wanted,
-                "take another quantization of the model",
-            )
-        )
+    found += type_faults(tensors, types)
     layers = sorted({int(match[1]) for name in tensors if (match := _LAYER.match(name))})
     mixed = [
         f"{layer} ({kinds[0]}, {kinds[1]})"
@@ -306,21 +367,6 @@ def check_tensors(
             )
         )
     return [Finding("error", "model", *parts) for parts in found]
-
-
-def check_space(purpose: str, path: str, needed: int, free: int) -> list[Finding]:
-    """Bytes needed below ``path`` against bytes free on its file system."""
-    if free >= needed + RESERVE_BYTES or needed == 0:
-        return []
-    return [
-        Finding(
-            "error",
-            "space",
-            f"{free / GIB:.1f} GiB free for {path}",
-            f"{(needed + RESERVE_BYTES) / GIB:.1f} GiB for the {purpose}, reserve included",
-            "free space there, or move it to a larger file system",
-        )
-    ]
 
 
 def check_source(source: str, exists: bool, merged: str, merged_exists: bool) -> list[Finding]:
@@ -451,6 +497,11 @@ def check_port(port: int, holders: Iterable[tuple[int, str]]) -> list[Finding]:
         )
         for pid, command in sorted(holders)
     ]
+
+
+def plan_findings(faults: Iterable[Mapping[str, str]]) -> list[Finding]:
+    """The faults of the plan, as part of the one verdict."""
+    return [Finding("error", "plan", one["measured"], one["wanted"], one["do"]) for one in faults]
 
 
 def verdict(findings: Iterable[Finding]) -> dict[str, Any]:

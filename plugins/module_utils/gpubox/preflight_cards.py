@@ -17,6 +17,7 @@ from .preflight import Finding
 Facts = Mapping[str, Mapping[str, Any]]
 # PCI device ids from here on are Blackwell, which has open kernel modules only (field report D3)
 FIRST_OPEN_ONLY_DEVICE = 0x2900
+CUDA_13_DRIVER = (580, 65, 6)  # the lowest that CUDA 13 takes (field report C3)
 # linux-modules-nvidia-580-server-open-6.14.0-37-generic: prebuilt modules of one kernel
 _PREBUILT = re.compile(r"linux-modules-nvidia-[0-9]+(?:-server)?(?:-open)?-(?P<kernel>[0-9]+\.\S+)")
 
@@ -101,7 +102,8 @@ def check_driver(facts: Facts) -> list[Finding]:
     """
     devices = _value(facts, "nvidia_devices") or []
     loaded = _value(facts, "driver_loaded")
-    if not devices or (loaded is None and not _value(facts, "driver_packages")):
+    there = loaded or _value(facts, "driver_packages") or _dkms_drivers(facts)
+    if not devices or not there:
         return []
     found = []
     installed = _value(facts, "driver_installed")
@@ -166,7 +168,7 @@ def _kernel_findings(facts: Facts) -> list[Finding]:
         if match:
             built.add(match["kernel"])
     if not built:
-        return []
+        return _unbuilt_findings(facts)
     running, boot = _value(facts, "kernel_running"), _value(facts, "kernel_boot")
     if running and _value(facts, "driver_loaded"):
         built.add(running)  # a module that is loaded is there, however it was installed
@@ -185,6 +187,87 @@ def _kernel_findings(facts: Facts) -> list[Finding]:
                 )
             )
     return found
+
+
+def _dkms_drivers(facts: Facts) -> set[str]:
+    """The driver as DKMS knows it, module and version, whether built or not."""
+    return {
+        f"{entry['module']}/{entry['version']}"
+        for entry in _value(facts, "dkms") or []
+        if _DRIVER_MODULE.fullmatch(entry["module"])
+    }
+
+
+def _unbuilt_findings(facts: Facts) -> list[Finding]:
+    """A DKMS driver that is installed for no kernel, as after a failed build."""
+    versions = _dkms_drivers(facts)
+    if not versions or _value(facts, "driver_loaded"):
+        return []  # what is loaded is there, however it was installed
+    kernel = _value(facts, "kernel_running") or "$(uname -r)"
+    return [
+        Finding(
+            "error",
+            "driver",
+            f"DKMS has {', '.join(sorted(versions))}, and no kernel has it installed",
+            "a module for the kernel that runs",
+            f"install linux-headers-{kernel}, run dkms autoinstall -k {kernel}, and read "
+            "/var/lib/dkms/nvidia/*/build/make.log if that fails",
+        )
+    ]
+
+
+def check_toolkits(facts: Facts, wanted: Collection[str], torch_cuda: str | None) -> list[Finding]:
+    """Toolkits that are needed and there, and one that matches torch (field reports C1 and C3).
+
+    Args:
+        facts: hardware facts.
+        wanted: versions such as ``13.0``.
+        torch_cuda: of torch's wheels; None when the pins do not say.
+    """
+    found = []
+    toolkits = _value(facts, "cuda_toolkits")
+    there = [one["toolkit"] for one in toolkits or [] if one["compiler"]]
+    missing = [version for version in wanted if version not in there]
+    if missing and toolkits is not None:
+        found.append(
+            Finding(
+                "error",
+                "toolkit",
+                f"no nvcc of CUDA {', '.join(missing)} below /usr/local; there is "
+                f"{', '.join(there) or 'none'}",
+                f"cuda-toolkit {' and '.join(wanted)} side by side",
+                "install cuda-toolkit-"
+                + " cuda-toolkit-".join(one.replace(".", "-") for one in missing)
+                + " (never the package cuda, which brings a driver)",
+            )
+        )
+    major = (torch_cuda or "").partition(".")[0]
+    if major and wanted and major not in [one.partition(".")[0] for one in wanted]:
+        found.append(
+            Finding(
+                "error",
+                "toolkit",
+                f"torch is built for CUDA {torch_cuda}, the toolkits are {', '.join(wanted)}",
+                "a toolkit of the same major version: torch refuses to build with another",
+                "add it to cuda_toolkits_versions",
+            )
+        )
+    loaded = _value(facts, "driver_loaded")
+    if major == "13" and loaded and _numbers(loaded) < CUDA_13_DRIVER:
+        found.append(
+            Finding(
+                "error",
+                "driver",
+                f"driver {loaded} is loaded, torch is built for CUDA {torch_cuda}",
+                f"driver {'.'.join(f'{part:02d}' for part in CUDA_13_DRIVER)} or newer",
+                "install a newer driver and reboot",
+            )
+        )
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"[0-9]{1,9}", version))
 
 
 def _secure_boot_findings(facts: Facts, module: Mapping[str, Any]) -> list[Finding]:

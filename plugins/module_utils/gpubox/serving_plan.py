@@ -30,8 +30,11 @@ BLOCK_TOKENS = 64  # the context is a multiple of a KV cache block of sparse MLA
 NOFILE = 1048576
 READ_SPEED_ASSUMED = 500_000_000  # bytes a second when none was measured
 READ_SAFETY = 3
+KEPT_SAFETY = 1.5  # what an applied limit must still have, so that it does not move with each run
 JIT_FLOOR_SECONDS = 1200  # assumed; FlashInfer's first sampler alone took 100 s on an H200
+START_SECONDS_UNKNOWN = 1800  # assumed, while the size of the model is unknown
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_CPU_LIST = re.compile(r"[0-9]+([,-][0-9]+)*")
 
 
 @dataclass
@@ -278,9 +281,10 @@ def _parallel(plan: Plan, cards: int, model: Any, overrides: Mapping[str, Any]) 
         )
 
 
-def _memory(plan: Plan, cards: Sequence[Mapping[str, Any]], model: Any, stack: Any) -> int | None:
+def _memory(
+    plan: Plan, cards: Sequence[Mapping[str, Any]], model: Any, options: Mapping[str, Any]
+) -> int | None:
     """Share of the cards' memory, weights and KV cache; the tokens that fit, None when unknown."""
-    options = _stack_options(stack)
     plan.kv_cache_dtype = str(options.get("kv_cache_dtype") or "auto")
     tp, pp = plan.tensor_parallel_size, plan.pipeline_parallel_size
     weights = (model or {}).get("weights")
@@ -290,26 +294,57 @@ def _memory(plan: Plan, cards: Sequence[Mapping[str, Any]], model: Any, stack: A
         whole = sum(_whole(weights.get(f"{one}replicated")) or 0 for one in prefixes)
         plan.weights_bytes_per_gpu = -(-(-(-divided // tp) + whole) // pp)
     plan.kv_cache_bytes_per_token_per_gpu = _kv_bytes(plan, model, options)
-    totals = [_whole(card.get("memory_total_mib")) for card in cards]
-    known = [size * MIB for size in totals if size]
-    if len(known) != len(totals) or not known:
+    plan.gpu_memory_utilization = _share(plan, options)
+    totals = {card["address"]: _whole(card.get("memory_total_mib")) for card in cards}
+    untold = [address for address, size in totals.items() if not size]
+    if untold and len(untold) < len(totals):
+        plan.notes.append(f"nvidia-smi does not tell the memory of card {', '.join(untold)}")
+    elif untold and any(card.get("uuid") or card.get("name") for card in cards):
+        plan.notes.append(
+            "nvidia-smi tells the memory of no card: weights, KV cache and context are not "
+            "checked against it"
+        )
+    known = [size * MIB for size in totals.values() if size]
+    if untold or not known:
         return None
     total = min(known)
     percent = min(DEFAULT_UTILIZATION_PERCENT, max(total - OUTSIDE_BYTES, 0) * 100 // total)
-    plan.gpu_memory_utilization = percent / 100
-    share = total * percent // 100
+    if plan.gpu_memory_utilization is None:
+        plan.gpu_memory_utilization = percent / 100
+    share = int(total * plan.gpu_memory_utilization)
+    if total - share < min(OUTSIDE_BYTES, total):
+        plan.notes.append(
+            f"gpu_memory_utilization {plan.gpu_memory_utilization} leaves {gib(total - share)} of "
+            f"a card; {gib(OUTSIDE_BYTES)} are assumed to be needed outside"
+        )
     if plan.weights_bytes_per_gpu is None or not plan.kv_cache_bytes_per_token_per_gpu:
         return None
     room = share - plan.weights_bytes_per_gpu - ACTIVATION_BYTES
     if room < plan.kv_cache_bytes_per_token_per_gpu * BLOCK_TOKENS:
         plan.refuse(
             f"{gib(plan.weights_bytes_per_gpu)} of weights a card and {gib(ACTIVATION_BYTES)} for "
-            f"activations, {percent} % of {gib(total)} is {gib(share)}",
+            f"activations, {plan.gpu_memory_utilization:.2f} of {gib(total)} is {gib(share)}",
             "room for the KV cache besides",
             "add cards, or take a smaller quantisation of the model",
         )
         return None
     return room // plan.kv_cache_bytes_per_token_per_gpu
+
+
+def _share(plan: Plan, options: Mapping[str, Any]) -> float | None:
+    """gpu-memory-utilization of the stack or of serving_options, None where neither has it."""
+    given = options.get("gpu_memory_utilization")
+    if given is None:
+        return None
+    # what is no number at all has no comparison either
+    if re.fullmatch(r"(0?\.[0-9]{1,9}|1(\.0{1,9})?)", str(given)) and float(str(given)) > 0:
+        return float(str(given))
+    plan.refuse(
+        f"gpu_memory_utilization {given}",
+        "a number above 0 and up to 1",
+        "correct it in serving_options, or leave it out",
+    )
+    return None
 
 
 def _kv_bytes(plan: Plan, model: Any, options: Mapping[str, Any]) -> int | None:
@@ -327,15 +362,26 @@ def _kv_bytes(plan: Plan, model: Any, options: Mapping[str, Any]) -> int | None:
     return layers * (latent + head + head // 128 * 4)
 
 
-def _stack_options(stack: Any) -> Mapping[str, Any]:
+def _settings(stack: Any, overrides: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """``options`` or ``environment`` of the server: the stack's, and the operator's over them."""
     serve = stack.get("serve") if isinstance(stack, Mapping) else None
-    options = serve.get("options") if isinstance(serve, Mapping) else None
-    return options if isinstance(options, Mapping) else {}
+    found: dict[str, Any] = {}
+    for layer in (serve, overrides):
+        given = layer.get(name) if isinstance(layer, Mapping) else None
+        for key, value in given.items() if isinstance(given, Mapping) else ():
+            found[str(key).replace("-", "_") if name == "options" else str(key)] = value
+    return found
 
 
-def _cpu_tokens(plan: Plan, hardware: Mapping[str, Any], model: Any, stack: Any) -> int | None:
+def _cpu_tokens(
+    plan: Plan,
+    hardware: Mapping[str, Any],
+    model: Any,
+    options: Mapping[str, Any],
+    variables: Mapping[str, Any],
+) -> int | None:
     """Tokens of the CPU's KV cache; a model larger than the free memory is a fault."""
-    plan.kv_cache_bytes_per_token_per_gpu = _kv_bytes(plan, model, _stack_options(stack))
+    plan.kv_cache_bytes_per_token_per_gpu = _kv_bytes(plan, model, options)
     size, free = _size(model, "tensor_bytes"), _whole(_value(hardware, "memory_available_bytes"))
     if size is not None and free is not None and size > free:
         plan.refuse(
@@ -343,12 +389,38 @@ def _cpu_tokens(plan: Plan, hardware: Mapping[str, Any], model: Any, stack: Any)
             "a model that fits in memory",
             "take a smaller model, or a box with NVIDIA cards",
         )
-    serve = stack.get("serve") if isinstance(stack, Mapping) else None
-    variables = serve.get("environment") if isinstance(serve, Mapping) else None
-    space = _size(variables, "VLLM_CPU_KVCACHE_SPACE") if isinstance(variables, Mapping) else None
+    space = _size(variables, "VLLM_CPU_KVCACHE_SPACE")
     if space is None or not plan.kv_cache_bytes_per_token_per_gpu:
         return None
     return space * GIB // plan.kv_cache_bytes_per_token_per_gpu
+
+
+def _check_cpu_overrides(
+    plan: Plan, hardware: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> None:
+    """What is asked for cards is refused where the stack uses none."""
+    expected = _whole(overrides.get("expected_gpus")) or 0
+    if expected:
+        found = len(_rows(_value(hardware, "nvidia_devices")))
+        plan.refuse(
+            f"{found} cards, and a stack that computes on the CPU",
+            f"plan_expected_gpus: {expected}",
+            "set plan_stack: glm5-cu130, or plan_expected_gpus: 0",
+        )
+    kind = overrides.get("expected_gpu_model")
+    if kind:
+        plan.refuse(
+            "a stack that computes on the CPU",
+            f"plan_expected_gpu_model: {kind}",
+            'set plan_stack: glm5-cu130, or plan_expected_gpu_model: ""',
+        )
+    copies = _whole(overrides.get("data_parallel_size")) or 1
+    if copies > 1:
+        plan.refuse(
+            "a stack that computes on the CPU, which holds one copy of the model",
+            f"plan_data_parallel_size: {copies}",
+            "set plan_data_parallel_size: 1",
+        )
 
 
 def _context(plan: Plan, tokens: int | None, model: Any, overrides: Mapping[str, Any]) -> None:
@@ -398,36 +470,84 @@ def _links(plan: Plan, hardware: Mapping[str, Any]) -> None:
         plan.notes.append(
             "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=1 may be faster: measure on the box"
         )
-        if _value(hardware, "iommu") == "on" and _value(hardware, "acs") is True:
+        bridges = _value(hardware, "acs_redirecting")
+        if _value(hardware, "iommu") == "on" and isinstance(bridges, list) and bridges:
             plan.notes.append(
-                "the IOMMU translates and ACS redirects: NCCL may hang (field report V1); if it "
-                "does, switch both off in the firmware or set NCCL_P2P_DISABLE=1"
+                f"the IOMMU translates and ACS redirects at {len(bridges)} bridges: NCCL may hang "
+                "(field report V1); if it does, switch both off in the firmware or set "
+                "NCCL_P2P_DISABLE=1"
             )
 
 
-def _numa(plan: Plan, cards: Sequence[Mapping[str, Any]]) -> None:
+def _numa(
+    plan: Plan,
+    cards: Sequence[Mapping[str, Any]],
+    hardware: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+) -> None:
+    """CPUs of the unit: those of the node that all cards hang on, where the box has others too.
+
+    Memory follows, because Linux takes it from the node of the CPU that first writes it. Where the
+    nodes are unknown, the same cards keep what is applied.
+    """
     nodes = [_whole(card.get("numa_node")) for card in cards if card["address"] in plan.gpus]
-    bind = None not in nodes and len(set(nodes)) > 1
-    plan.numa = {"bind": bind, "nodes": nodes if bind else []}
-    if bind:
+    plan.numa = {"nodes": nodes, "node": None, "cpus": ""}
+    facts = _value(hardware, "numa_nodes")
+    if not nodes or None in nodes or not isinstance(facts, list):
+        applied = overrides.get("applied")
+        before = applied.get("numa") if isinstance(applied, Mapping) else None
+        same = isinstance(applied, Mapping) and applied.get("gpus") == plan.gpus and plan.gpus
+        if same and isinstance(before, Mapping) and _CPU_LIST.fullmatch(str(before.get("cpus"))):
+            plan.numa |= {"node": _whole(before.get("node")), "cpus": str(before["cpus"])}
+        return
+    if len(set(nodes)) > 1:
         plan.notes.append("cards on several NUMA nodes: --numa-bind needs numactl; measure it")
+        return
+    cpus = {
+        _whole(one.get("node")): str(one["cpus"])
+        for one in facts
+        if isinstance(one, Mapping) and _CPU_LIST.fullmatch(str(one.get("cpus")))
+    }
+    if len(cpus) > 1 and nodes[0] in cpus:
+        plan.numa |= {"node": nodes[0], "cpus": cpus[nodes[0]]}
 
 
-def _limits(plan: Plan, hardware: Mapping[str, Any], model: Any) -> None:
+def _limits(
+    plan: Plan, hardware: Mapping[str, Any], model: Any, overrides: Mapping[str, Any]
+) -> None:
+    """Start and readiness limit: what the operator asks, what is applied and still enough, or new.
+
+    The disk's rate differs from run to run. An applied limit is kept while it leaves half of the
+    safety, so that no server is restarted because of a measurement.
+    """
     size = _size(model, "tensor_bytes")
     speeds = _value(hardware, "read_speeds")
     known = [_whole(one) for one in speeds.values()] if isinstance(speeds, Mapping) else []
     measured = min((one for one in known if one), default=None)
     speed = measured or READ_SPEED_ASSUMED
-    seconds: int | None = None
-    text = "the size of the model is unknown"
-    if size is not None:
+    applied = overrides.get("applied")
+    limits = applied.get("limits") if isinstance(applied, Mapping) else None
+    before = _size(limits, "start_timeout_seconds") if isinstance(limits, Mapping) else None
+    asked = _whole(overrides.get("start_timeout"))
+    least = 0
+    if size is None:
+        seconds = before or START_SECONDS_UNKNOWN
+        text = f"the size of the model is unknown: {seconds} s"
+    else:
+        least = int(size / speed * KEPT_SAFETY) + JIT_FLOOR_SECONDS
         seconds = -(-size // speed) * READ_SAFETY + JIT_FLOOR_SECONDS
         text = (
             f"{size / 1e9:.1f} GB at {speed / 1e9:.2f} GB/s "
             f"({'measured' if measured else 'assumed'}) x {READ_SAFETY}, and {JIT_FLOOR_SECONDS} s "
             f"for the first compiles: {seconds} s"
         )
+        if before and before >= least and before != seconds:
+            seconds = before
+            text += f"; the applied {before} s are kept"
+    if asked:
+        if asked < least and plan.device == "cuda":
+            plan.notes.append(f"serving_start_timeout {asked} s may be too short ({text})")
+        seconds, text = asked, f"serving_start_timeout: {asked} s ({text})"
     plan.limits = {
         "memlock": "infinity",
         "nofile": NOFILE,
@@ -450,7 +570,8 @@ def plan(
         model: the result of ``model_facts``, None when there is no model on the box yet.
         stack: of ``load_stack``; ``device`` and ``serve`` are read.
         overrides: the variables plan_* without their prefix, 0 and "" meaning "planned" or "any";
-            ``applied`` is the plan last applied.
+            ``options``, ``environment`` and ``start_timeout`` are those of serving_*, ``applied``
+            is the plan last applied.
     """
     device = "cuda" if stack.get("device") == "cuda" else "cpu"
     result = Plan(device=device)
@@ -460,6 +581,9 @@ def plan(
     result.build = build_jobs(free, cpus, _whole(overrides.get("max_jobs")) or MOST_JOBS)
     if not model:
         result.notes.append("weights, KV cache, context and start limit wait for the model")
+    faults = (model or {}).get("faults")
+    result.notes += [str(fault) for fault in (faults if isinstance(faults, list) else [])]
+    options = _settings(stack, overrides, "options")
     if device == "cpu":
         result.tensor_parallel_size = _whole(overrides.get("tensor_parallel_size")) or 1
         reason = tensor_parallel_fault(result.tensor_parallel_size, model)
@@ -469,7 +593,9 @@ def plan(
                 f"plan_tensor_parallel_size: {result.tensor_parallel_size}",
                 "set plan_tensor_parallel_size: 0, which plans it",
             )
-        tokens = _cpu_tokens(result, hardware, model, stack)
+        _check_cpu_overrides(result, hardware, overrides)
+        variables = _settings(stack, overrides, "environment")
+        tokens = _cpu_tokens(result, hardware, model, options, variables)
         cards: list[Mapping[str, Any]] = []
     else:
         cards = _choose_cards(result, hardware, overrides)
@@ -483,13 +609,13 @@ def plan(
         for card in cards[used:]:
             reason = f"{used} of {len(cards)} cards are what the parallel sizes use"
             result.gpus_left_out.append({"address": card["address"], "reason": reason})
-        tokens = _memory(result, cards[:used], model, stack)
+        tokens = _memory(result, cards[:used], model, options)
         if result.build["max_jobs"] == 0:
             result.notes.append(f"no flash-attn build fits: {result.build['arithmetic']}")
     _context(result, tokens, model, overrides)
     _links(result, hardware)
-    _numa(result, cards)
-    _limits(result, hardware, model)
+    _numa(result, cards, hardware, overrides)
+    _limits(result, hardware, model, overrides)
     total = _whole(_value(hardware, "memory_total_bytes"))
     result.box = {"cpus": cpus, "memory_total_bytes": total}
     return result

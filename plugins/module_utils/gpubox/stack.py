@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ def load_stack(name: str, repository: Path) -> dict[str, Any]:
     Returns:
         The stack's own keys (among them ``quantization_types``, ggml's names of the tensor types
         that its kernels read), and ``requirements`` (text), ``series`` (in order, each with
-        ``name`` and ``definition``), ``patches`` (relative file name to text) and ``digest`` over
-        every byte that was read.
+        ``name`` and ``definition``), ``patches`` (relative file name to text), ``torch_cuda``
+        (CUDA of torch's wheels, None without) and ``digest`` over every byte that was read.
 
     Raises:
         GpuboxError: a file is missing or malformed.
@@ -80,8 +81,17 @@ def load_stack(name: str, repository: Path) -> dict[str, Any]:
         "requirements": requirements,
         "series": series,
         "patches": contents,
+        "torch_cuda": torch_cuda(requirements),
         "digest": digest({"stack": stack, "requirements": requirements, "patches": contents}),
     }
+
+
+def torch_cuda(requirements: str) -> str | None:
+    """CUDA version of torch's wheels, from the pin of the runtime that they bring."""
+    match = re.search(
+        r"^nvidia-cuda-runtime(?:-cu[0-9]+)?==([0-9]+\.[0-9]+)", requirements, re.MULTILINE
+    )
+    return match[1] if match else None
 
 
 def texts_of(folder: Path, names: Iterable[str]) -> dict[str, str]:

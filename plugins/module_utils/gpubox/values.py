@@ -192,6 +192,7 @@ _RULES: dict[str, Rule] = {
     "plan_max_model_len": _whole(0),
     "plan_speculative_tokens": _whole(0, 16),
     "plan_tensor_parallel_size": _whole(0),
+    "preflight_report": _or_empty(_path),
     "python_env_ca_bundle": _or_empty(_path),
     "python_env_cache_dir": _path,
     "python_env_extra_packages": _each(
@@ -209,7 +210,7 @@ _RULES: dict[str, Rule] = {
     "serving_ready_prompt": _line,
     "serving_ready_tokens": _whole(1),
     "serving_restart_seconds": _whole(0, 24 * 3600),
-    "serving_start_timeout": _SECONDS,
+    "serving_start_timeout": _whole(0, 7 * 24 * 3600),
     "serving_stop_timeout": _SECONDS,
     "serving_unit": lambda value: (
         None

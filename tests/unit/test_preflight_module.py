@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a recorded box over its facts and its plan to the one verdict, as the site does it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpubox.hardware import Box
+from gpubox.serving_plan import plan
+from gpubox.stack import load_stack
+
+from tests import boxes
+from tests.unit.gguf_files import shard_set
+from tests.unit.modules import run
+
+ROOT = Path(__file__).resolve().parents[2]
+STACK = load_stack("glm5-cu130", ROOT)
+PATHS = ["/opt/gpubox", "/var/cache/vllm-glm5", "/shared/glm5-gguf", "/dev/shm"]  # noqa: S108
+
+# whoever asks the kernel as another user copies the process
+pytestmark = pytest.mark.forks
+
+
+def verdict(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    **changed: Any,
+) -> dict[str, Any]:
+    root, stand_ins = boxes.unpack(name, tmp_path / "box")
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(stand_ins))
+        hardware = Box(root, paths=PATHS).facts()
+    planned = plan(hardware, None, STACK, {})
+    arguments = {
+        "hardware": hardware,
+        "device": "cuda" if hardware["nvidia_devices"]["value"] else "cpu",
+        "stack": STACK["name"],
+        "stack_device": STACK["device"],
+        "toolkits": STACK["toolkits"],
+        "torch_cuda": STACK["torch_cuda"],
+        "environment": "/opt/gpubox/environments/0123456789abcdef",
+        "cache": "/var/cache/vllm-glm5",
+        "plan_faults": planned.faults,
+        "ranks": planned.tensor_parallel_size,
+        "tensor_parallel_size": planned.tensor_parallel_size,
+        "max_model_len": planned.max_model_len or 0,
+        "options": STACK["serve"]["options"],
+        "quantization_types": STACK["quantization_types"],
+        "model_source": "",
+        "fetch_bytes": 0,
+        "record": "/shared/glm5-gguf/sets/x.verified.json",
+        "model": "/shared/glm5-gguf/GLM-5.gguf",
+        "user": "vllm",
+        "unit": "vllm-glm5.service",
+        "port": 8000,
+        "root": str(root),
+        "report": str(tmp_path / "log/preflight.json"),
+        **changed,
+    }
+    # no systemctl: nothing of the machine that the tests run on
+    monkeypatch.setenv("PATH", str(stand_ins))
+    answer = run("preflight", arguments, capsys)
+    report = tmp_path / "log/preflight.json"
+    if not changed.get("_ansible_check_mode"):
+        content = json.loads(report.read_text())
+        assert content["passed"] == answer["passed"]
+        assert content["findings"] == answer["findings"]
+        assert content["stack"] == "glm5-cu130"
+    else:
+        assert not report.exists()
+    return answer
+
+
+NO_MODEL = "gguf_model_source is not set, and there is no /shared/glm5-gguf/GLM-5.gguf"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("reference-8", []),
+        ("reference-2", []),
+        ("shuffled", []),
+        ("less-memory", []),
+        ("two-domains", []),
+        ("max-q", []),
+        ("h200-8", []),
+        ("seven", ["card 0000:ac:00.0: it has fallen off the bus (rev ff)"]),
+        ("workstation-1", ["PID 2211 (/usr/bin/gnome-shell) holds 310 MiB of card 0000:01:00.0"]),
+        (
+            "mig",
+            [
+                "card 0000:16:00.0 has MIG enabled",
+                "card 0000:27:00.0: MIG is disabled and enabled after a reset",
+                "card 0000:27:00.0: ECC is disabled and enabled after a reset",
+            ],
+        ),
+        ("no-driver", ["no nvcc of CUDA 13.1, 13.0 below /usr/local; there is none"]),
+        (
+            "driver-mismatch",
+            ["kernel module 590.44.01 is loaded, libraries 590.48.01 are installed"],
+        ),
+        (
+            "bmc-vga",
+            [
+                "no NVIDIA device",
+                "no nvcc of CUDA 13.1, 13.0 below /usr/local; there is none",
+                "no usable NVIDIA card",
+            ],
+        ),
+        (
+            "container",
+            [
+                "no NVIDIA device",
+                "no nvcc of CUDA 13.1, 13.0 below /usr/local; there is none",
+                "no usable NVIDIA card",
+            ],
+        ),
+    ],
+)
+def test_the_verdict_of_each_box(
+    name: str,
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer = verdict(name, tmp_path, monkeypatch, capsys)
+    said = [finding["measured"] for finding in answer["findings"]]
+    assert said.count(NO_MODEL) == 1
+    said.remove(NO_MODEL)
+    if os.geteuid() != 0:  # only root may ask as somebody else
+        said = [text for text in said if "could not be tried as user" not in text]
+    assert sorted(said) == sorted(expected)
+    assert not answer["passed"]
+
+
+def test_every_box_is_judged() -> None:
+    (mark,) = [m for m in test_the_verdict_of_each_box.pytestmark if m.name == "parametrize"]
+    assert sorted(case[0] for case in mark.args[1]) == boxes.names()
+
+
+def test_a_report_of_check_mode_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict("reference-8", tmp_path, monkeypatch, capsys, _ansible_check_mode=True)
+
+
+def test_shards_merger_and_environment_are_summed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = 700 * 1024**3
+    shard = "/shared/glm5-gguf/sets/0123456789abcdef/M-00001-of-00003.gguf"
+    answer = verdict(
+        "workstation-1",  # one file system of 2000 GB free for everything
+        tmp_path,
+        monkeypatch,
+        capsys,
+        model_source=shard,
+        fetch_bytes=size,
+        hardware=with_places(tmp_path, shard),
+    )
+    (space,) = [one for one in answer["findings"] if one["check"] == "space"]
+    assert "16.0 for the environment" in space["wanted"]
+    assert "700.0 for the shards" in space["wanted"]
+    assert "700.0 for the merged model" in space["wanted"]
+
+
+def with_places(tmp_path: Path, *paths: str) -> dict[str, Any]:
+    """Facts of the workstation, all paths on its one file system."""
+    place = {"mount": "/", "number": "0:28", "free_bytes": 10**12}
+    root, _ = boxes.unpack("workstation-1", tmp_path / "places")
+    facts = Box(root).facts()
+    every = dict.fromkeys([*PATHS, "/shared/glm5-gguf/GLM-5.gguf", *paths], place)
+    return facts | {"paths": {"value": every, "unknown": None, "source": "the test"}}
+
+
+@pytest.mark.parametrize("content", ["[", "[]", "\ufeff{}", "[" * 100_000])
+def test_a_damaged_config_json_is_a_finding(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+) -> None:
+    shards = shard_set(tmp_path / "shards")
+    (tmp_path / "shards/config.json").write_text(content, encoding="utf-8")
+    answer = verdict(
+        "reference-8", tmp_path, monkeypatch, capsys, model_source=str(shards.paths[0])
+    )
+    said = [finding["measured"] for finding in answer["findings"]]
+    assert any(text.startswith(f"{tmp_path}/shards/config.json: ") for text in said)
