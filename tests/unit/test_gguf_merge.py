@@ -19,10 +19,11 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gpubox import gguf_merge
 from gpubox.errors import GpuboxError
 from gpubox.gguf import read_header
-from gpubox.gguf_merge import manifest_path, merge, partial_path, shard_paths
+from gpubox.gguf_merge import command, merge, merging, shard_paths
+from gpubox.gguf_merge.merging import manifest_path, partial_path
+from gpubox.gguf_merge.shards import alignment_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -406,7 +407,7 @@ def test_unusable_destinations_are_refused(good: ShardSet, tmp_path: Path) -> No
 def test_a_folder_without_permission_is_refused(
     good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_merge.os, "access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(merging.os, "access", lambda *_: False)  # root may write everywhere
     assert f"not writable for user id {os.geteuid()}" in refusal(good.paths[0], dest)
 
 
@@ -420,7 +421,7 @@ def test_too_little_space_is_told_before_anything_is_written(
         values[1], values[4] = 1, len(good.merged)  # block size; blocks free for us
         return os.statvfs_result(values)
 
-    monkeypatch.setattr(gguf_merge.os, "statvfs", nearly_full)
+    monkeypatch.setattr(merging.os, "statvfs", nearly_full)
     text = refusal(good.paths[0], dest)
     needed = len(good.merged) + len(good.merged) // 20
     assert f"{len(good.merged)} bytes free" in text
@@ -456,7 +457,7 @@ def test_a_rerun_reads_nothing_and_survives_the_loss_of_the_shards(
 ) -> None:
     merge(good.paths[0], dest)
     before = identity(dest)
-    monkeypatch.setattr(gguf_merge, "read_header", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(merging, "read_header", lambda path: pytest.fail(f"{path} was read"))
     result = merge(good.paths[1], dest)
     assert (result.action, result.changed) == ("unchanged", False)
     assert (result.size, result.tensors) == (dest.stat().st_size, len(TENSORS))
@@ -588,8 +589,8 @@ def test_file_systems_without_kernel_copies_are_served(
         calls.append(arguments)
         raise OSError(number, os.strerror(number))
 
-    methods = gguf_merge.COPY_METHODS
-    monkeypatch.setattr(gguf_merge, "COPY_METHODS", (refuse,) * refusing + methods[refusing:])
+    methods = merging.COPY_METHODS
+    monkeypatch.setattr(merging, "COPY_METHODS", (refuse,) * refusing + methods[refusing:])
     merge(good.paths[0], dest)
     assert dest.read_bytes() == good.merged
     assert len(calls) == refusing  # not asked again for each range
@@ -599,8 +600,8 @@ def test_a_kernel_copy_that_moves_nothing_falls_back(
     good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle: Callable[..., int] = lambda *_: 0  # noqa: E731
-    methods = gguf_merge.COPY_METHODS
-    monkeypatch.setattr(gguf_merge, "COPY_METHODS", (idle, *methods[1:]))
+    methods = merging.COPY_METHODS
+    monkeypatch.setattr(merging, "COPY_METHODS", (idle, *methods[1:]))
     merge(good.paths[0], dest)
     assert dest.read_bytes() == good.merged
 
@@ -609,14 +610,14 @@ def test_a_copy_that_lies_about_its_end_is_not_published(
     tmp_path: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = shard_set(tmp_path / "shards", tensors=TENSORS[:6])  # no padding behind the last one
-    copy, total = gguf_merge.COPY_METHODS[2], len(shards.merged)
+    copy, total = merging.COPY_METHODS[2], len(shards.merged)
 
     def lie(source: int, target: int, offset: int, position: int, length: int) -> int:
         if position + length == total:
             return length
         return copy(source, target, offset, position, length)
 
-    monkeypatch.setattr(gguf_merge, "COPY_METHODS", (lie,))
+    monkeypatch.setattr(merging, "COPY_METHODS", (lie,))
     assert "not what was to be written" in refusal(shards.paths[0], dest)
 
 
@@ -630,7 +631,7 @@ def test_the_content_is_on_the_disk_before_the_name(
         order.append((target.name, dest.exists(), manifest_path(dest).exists()))
         real(descriptor)
 
-    monkeypatch.setattr(gguf_merge.os, "fsync", fsync)
+    monkeypatch.setattr(merging.os, "fsync", fsync)
     merge(good.paths[0], dest)
     assert order == [
         (partial_path(dest).name, False, False),
@@ -658,9 +659,9 @@ def test_shards_on_another_file_system(tmp_path: Path, dest: Path) -> None:
 def test_blocks_and_steps_smaller_than_a_tensor(
     good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_merge, "STEP", 100)
-    monkeypatch.setattr(gguf_merge, "BLOCK", 7)
-    monkeypatch.setattr(gguf_merge, "COPY_METHODS", gguf_merge.COPY_METHODS[2:])
+    monkeypatch.setattr(merging, "STEP", 100)
+    monkeypatch.setattr(merging, "BLOCK", 7)
+    monkeypatch.setattr(merging, "COPY_METHODS", merging.COPY_METHODS[2:])
     seen = []
     merge(good.paths[0], dest, progress=lambda done, total: seen.append((done, total)))
     assert dest.read_bytes() == good.merged
@@ -674,7 +675,7 @@ def test_blocks_and_steps_smaller_than_a_tensor(
 def test_a_shard_that_changes_meanwhile_is_noticed(
     good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(gguf_merge, "STEP", 100)
+    monkeypatch.setattr(merging, "STEP", 100)
     content = good.paths[1].read_bytes()
 
     def meddle(done: int, total: int) -> None:
@@ -691,9 +692,9 @@ def test_a_full_disk_leaves_nothing_and_the_old_file_alone(good: ShardSet, dest:
     """A limit on the size of files stands for the full disk: the kernel fails the same call."""
     dest.write_bytes(b"the old model")
     code = (
-        "import resource, sys; from gpubox import gguf_merge;"
+        "import resource, sys; from gpubox.gguf_merge import command;"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, (2000, {resource.RLIM_INFINITY}));"
-        f"sys.exit(gguf_merge.main([{str(good.paths[0])!r}, {str(dest)!r}]))"
+        f"sys.exit(command.main([{str(good.paths[0])!r}, {str(dest)!r}]))"
     )
     done = run(code)
     assert done.returncode == 1
@@ -703,7 +704,7 @@ def test_a_full_disk_leaves_nothing_and_the_old_file_alone(good: ShardSet, dest:
 
 
 def test_a_second_merge_to_the_same_file_is_refused(good: ShardSet, dest: Path) -> None:
-    with gguf_merge.partial_file(dest) as descriptor:
+    with merging.partial_file(dest) as descriptor:
         os.write(descriptor, b"work of the first")
         assert "another merge" in refusal(good.paths[0], dest)
         assert partial_path(dest).read_bytes() == b"work of the first"
@@ -735,12 +736,12 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def stopped_midway(good: ShardSet, dest: Path) -> Iterator[subprocess.Popen[str]]:
     """The command line in the middle of its copy."""
     code = (
-        "import sys, time; from gpubox import gguf_merge as m\n"
+        "import sys, time; from gpubox.gguf_merge import merging, command as m\n"
         "class Wait:\n"
         "    def __call__(self, done, total):\n"
         "        if done > total // 2:\n"
         "            print('half', flush=True); time.sleep(600)\n"
-        "m.STEP, m._Meter = 100, Wait\n"
+        "merging.STEP, m._Meter = 100, Wait\n"
         f"sys.exit(m.main([{str(good.paths[0])!r}, {str(dest)!r}]))"
     )
     process = subprocess.Popen(
@@ -830,7 +831,7 @@ def test_mutated_shards_are_refused_or_merged_faithfully(
     alignment = merged.own_alignment or 32
     for path in shards.paths:
         header = read_header(path)
-        own = gguf_merge.alignment_of(header, read_header(shards.paths[0]))
+        own = alignment_of(header, read_header(shards.paths[0]))
         for tensor in header.tensors:
             copy = next(found)
             assert copy.name == tensor.name
@@ -853,16 +854,16 @@ def extent(path: Path, offset: int, size: int) -> bytes:
 def test_the_command_line(good: ShardSet, dest: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        assert gguf_merge.main([str(good.paths[0]), str(dest), "--check"]) == 0
+        assert command.main([str(good.paths[0]), str(dest), "--check"]) == 0
         assert capfd.readouterr().out.startswith("would be merged: ")
         assert not dest.exists()
-        assert gguf_merge.main([str(good.paths[0]), str(dest)]) == 0
+        assert command.main([str(good.paths[0]), str(dest)]) == 0
         told = capfd.readouterr()
         assert told.out.startswith(f"merged: {dest}, {len(good.merged)} bytes, 7 tensors from 3")
         assert "GB" in told.err
-        assert gguf_merge.main([str(good.paths[0]), str(dest), "--quiet"]) == 0
+        assert command.main([str(good.paths[0]), str(dest), "--quiet"]) == 0
         assert capfd.readouterr().out.startswith("unchanged: ")
-        assert gguf_merge.main([str(good.paths[0]), str(good.paths[1])]) == 1
+        assert command.main([str(good.paths[0]), str(good.paths[1])]) == 1
         told = capfd.readouterr()
         assert told.err.startswith("measured: ")
         assert not told.out

@@ -1,389 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges GGUF shards into one file, byte for byte what ``llama-gguf-split --merge`` writes.
-
-Three steps that know nothing of each other's insides: `make_plan` checks every shard and lays the
-result out as a list of segments (nothing is written), a copier fills a temporary file in the
-target folder, and `publish` makes it visible with one rename. A manifest beside the result lets a
-rerun know it again without reading it, also when the shards are gone.
-
-Command line: ``python -m gpubox.gguf_merge SHARD DEST``.
-"""
+"""Copies, publishes and remembers the merger of a set."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import fcntl
 import json
 import os
-import re
-import signal
 import stat
-import struct
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import GpuboxError
-from .gguf import (
-    DEFAULT_ALIGNMENT,
-    KEY_ARCHITECTURE,
-    KEY_QUANTIZATION_VERSION,
-    KEY_SPLIT_COUNT,
-    KEY_SPLIT_NO,
-    KEY_SPLIT_TENSORS_COUNT,
-    MAGIC,
-    Header,
-    Identity,
-    Tensor,
-    ValueType,
-    padded,
-    read_header,
-)
+from ..errors import GpuboxError
+from ..gguf import Header, Identity, read_header
+from .plan import Literal, Plan, Range, Zeros, make_plan
+from .shards import SHARD_NAME, combined, read_set, shard_paths
 
-SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
-OUTPUT_VERSION = 3
 MANIFEST_FORMAT = "gpubox.gguf_merge/1"
-FAULTS_SHOWN = 40  # of a set that is wrong all over
 STEP = 64 << 20  # bytes between two reports of progress
 BLOCK = 4 << 20  # bytes of one read where the kernel cannot copy by itself
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
-
-
-# ---------------------------------------------------------------------------------- the set
-
-
-def shard_paths(src: Path) -> list[Path]:
-    """All shards of the set that ``src`` belongs to, in order; ``src`` alone when it is no shard.
-
-    The name alone decides (``PREFIX-NNNNN-of-NNNNN.gguf``, numbered from 1, ggml docs/gguf.md):
-    the folder is not searched, so neither a foreign nor a missing file can change the set.
-
-    Raises:
-        GpuboxError: the number in the name is outside the set.
-    """
-    match = SHARD_NAME.fullmatch(src.name)
-    if match is None:
-        return [src]
-    number, count = int(match["number"]), int(match["count"])
-    if not 1 <= number <= count:
-        raise GpuboxError(
-            f"{src}: shard {number} of {count}",
-            f"a number from 1 to {count}",
-            "Correct the name; shards are numbered from 1.",
-        )
-    return [
-        src.with_name(f"{match['prefix']}-{index:05d}-of-{count:05d}.gguf")
-        for index in range(1, count + 1)
-    ]
-
-
-def combined(faults: Sequence[GpuboxError], wanted: str) -> GpuboxError:
-    """One error that lists all ``faults``, each with what was expected, and every remedy once."""
-    if len(faults) == 1:
-        return faults[0]
-    lines = [f"{fault.measured}; expected: {fault.wanted}" for fault in faults[:FAULTS_SHOWN]]
-    if len(faults) > FAULTS_SHOWN:
-        lines.append(f"… and {len(faults) - FAULTS_SHOWN} more")
-    remedies = dict.fromkeys(fault.remedy for fault in faults[:FAULTS_SHOWN])
-    return GpuboxError(
-        f"{len(faults)} faults\n  " + "\n  ".join(lines), wanted, "\n  ".join(remedies)
-    )
-
-
-def read_set(paths: Sequence[Path]) -> tuple[list[Header], list[GpuboxError]]:
-    """Headers of all readable files, and every fault of each file and of the set as a whole."""
-    headers: list[Header | None] = []
-    faults: list[GpuboxError] = []
-    for path in paths:
-        try:
-            headers.append(read_header(path))
-        except GpuboxError as error:
-            headers.append(None)
-            faults.append(error)
-    present = [header for header in headers if header is not None]
-    if headers[0] is not None and len(paths) == 1 and _is_whole(headers[0]):
-        faults += _whole_file_faults(headers[0])
-        return present, faults
-    for index, header in enumerate(headers):
-        if header is not None:
-            faults += _split_faults(header, index, len(paths))
-    faults += _kinship_faults(present)
-    faults += _duplicates(present)
-    if len(present) == len(paths):
-        faults += _tensor_count_faults(present)
-    # without the first shard its alignment, which the others may lack, is unknown
-    if headers[0] is not None:
-        for header in present:
-            fault = header.layout_fault(alignment_of(header, headers[0]))
-            if fault is not None:
-                faults.append(fault)
-    return present, faults
-
-
-def _is_whole(header: Header) -> bool:
-    """A file that was never split, or the result of a merge (split.count 0).
-
-    The name -00001-of-00001 without split keys is a hub's convention for a single file.
-    """
-    entry = header.keys.get(KEY_SPLIT_COUNT)
-    return entry is None or entry.integer == 0 or SHARD_NAME.fullmatch(header.path.name) is None
-
-
-def _whole_file_faults(header: Header) -> list[GpuboxError]:
-    faults = []
-    entry = header.keys.get(KEY_SPLIT_COUNT)
-    if entry is not None and entry.integer != 0:
-        number = header.keys.get(KEY_SPLIT_NO)
-        part = "?" if number is None or number.integer is None else number.integer + 1
-        faults.append(
-            GpuboxError(
-                f"{header.path}: {KEY_SPLIT_COUNT} says that it is shard {part} of {entry.value}",
-                "a file of its own, or a name that ends in -NNNNN-of-NNNNN.gguf",
-                "Give the shards the names they were published under; "
-                "a file joined with cat is no model.",
-            )
-        )
-    fault = header.layout_fault(alignment_of(header, header))
-    return [*faults, fault] if fault is not None else faults
-
-
-def alignment_of(header: Header, first: Header) -> int:
-    """Alignment that the data of ``header`` really has, in bytes.
-
-    Only the first shard of a set holds metadata. Some writers (gguf-py) lay the others out with the
-    first one's alignment, some (llama-gguf-split) with 32: the length of the file tells which.
-    """
-    if header.own_alignment is not None:
-        return header.own_alignment
-    inherited = first.own_alignment or DEFAULT_ALIGNMENT
-    if header.layout_fault(inherited) is None or header.layout_fault(DEFAULT_ALIGNMENT) is not None:
-        return inherited
-    return DEFAULT_ALIGNMENT
-
-
-def _split_faults(header: Header, index: int, count: int) -> list[GpuboxError]:
-    """What split.no and split.count say against the name. split.no counts from 0."""
-    faults = []
-    for key, expected, meaning in (
-        (KEY_SPLIT_NO, index, f"its name says shard {index + 1}"),
-        (KEY_SPLIT_COUNT, count, f"its name says {count} shards"),
-    ):
-        entry = header.keys.get(key)
-        found = "no" if entry is None else f"{entry.value!r} as"
-        if entry is None or entry.integer != expected:
-            faults.append(
-                GpuboxError(
-                    f"{header.path}: {found} {key}",
-                    f"{expected} ({meaning})",
-                    "Give each shard the name it was published under, or fetch the set again.",
-                )
-            )
-    return faults
-
-
-def _kinship_faults(headers: Sequence[Header]) -> list[GpuboxError]:
-    """Shards that say another architecture or quantisation version than the first one that does."""
-    faults = []
-    for key in (KEY_ARCHITECTURE, KEY_QUANTIZATION_VERSION):
-        told = [(header, header.keys[key].value) for header in headers if key in header.keys]
-        for header, value in told[1:]:
-            if value != told[0][1]:
-                faults.append(
-                    GpuboxError(
-                        f"{header.path}: {key} is {value!r}",
-                        f"{told[0][1]!r}, as in {told[0][0].path.name}",
-                        "This shard is of another model or revision; fetch the set again.",
-                    )
-                )
-    return faults
-
-
-def _duplicates(headers: Sequence[Header]) -> list[GpuboxError]:
-    home: dict[str, Path] = {}
-    faults = []
-    for header in headers:
-        for tensor in header.tensors:
-            first = home.setdefault(tensor.name, header.path)
-            if first != header.path:
-                faults.append(
-                    GpuboxError(
-                        f"{header.path}: tensor {tensor.name} is in {first.name} too",
-                        "each tensor in one shard",
-                        "One of the two is of another set; fetch the set again.",
-                    )
-                )
-    return faults
-
-
-def _tensor_count_faults(headers: Sequence[Header]) -> list[GpuboxError]:
-    """split.tensors.count is the total of the set, in every shard."""
-    total = sum(len(header.tensors) for header in headers)
-    faults = []
-    for header in headers:
-        entry = header.keys.get(KEY_SPLIT_TENSORS_COUNT)
-        if entry is not None and entry.integer != total:
-            faults.append(
-                GpuboxError(
-                    f"{header.path}: {KEY_SPLIT_TENSORS_COUNT} is {entry.value!r}",
-                    f"{total}, the tensors of all {len(headers)} shards",
-                    "A shard is of another revision or was renumbered; fetch the set again.",
-                )
-            )
-    return faults
-
-
-# ---------------------------------------------------------------------------------- the plan
-
-
-@dataclass(frozen=True)
-class Literal:
-    """Bytes that the plan makes."""
-
-    data: bytes
-
-    @property
-    def length(self) -> int:
-        """Bytes."""
-        return len(self.data)
-
-
-@dataclass(frozen=True)
-class Range:
-    """Bytes of one of the sources."""
-
-    source: int
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Zeros:
-    """Padding."""
-
-    length: int
-
-
-Segment = Literal | Range | Zeros
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The whole result, front to back. A pure function of the sources' headers."""
-
-    sources: tuple[Header, ...]
-    segments: tuple[Segment, ...]
-    tensors: tuple[Tensor, ...]  # of the result, offsets included
-    header_size: int  # bytes in front of the data section
-    alignment: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of the result."""
-        return sum(segment.length for segment in self.segments)
-
-
-def make_plan(headers: Sequence[Header]) -> Plan:
-    """Lay out the merger of a checked set (see `read_set`); a whole file is taken as it is.
-
-    The rules are those of llama-gguf-split: the keys of the first shard only, byte for byte, with
-    split.count 0 behind them; version 3; trailing dimensions of 1 dropped; tensors in the order of
-    the shards, each padded with zeros. Unlike it, the alignment of the first shard is kept.
-    """
-    first = headers[0]
-    alignment = first.own_alignment or DEFAULT_ALIGNMENT
-    if len(headers) == 1 and _is_whole(first):
-        return Plan(
-            (first,),
-            (Range(0, 0, first.size),),
-            first.tensors,
-            first.data_start(alignment),
-            alignment,
-        )
-    tensors = _laid_out(headers, alignment)
-    segments = [
-        *_metadata(first, len(tensors)),
-        Literal(b"".join(_tensor_record(tensor) for tensor in tensors)),
-    ]
-    table_end = sum(segment.length for segment in segments)
-    header_size = padded(table_end, alignment)
-    segments.append(Zeros(header_size - table_end))
-    for index, header in enumerate(headers):
-        start = header.data_start(alignment_of(header, first))
-        for tensor in header.tensors:
-            segments.append(Range(index, start + tensor.offset, tensor.size))
-            segments.append(Zeros(padded(tensor.size, alignment) - tensor.size))
-    return Plan(tuple(headers), tuple(_joined(segments)), tensors, header_size, alignment)
-
-
-def _metadata(first: Header, tensor_count: int) -> list[Segment]:
-    """Preamble and keys."""
-    segments: list[Segment] = [
-        Literal(MAGIC + struct.pack("<IQQ", OUTPUT_VERSION, tensor_count, len(first.keys)))
-    ]
-    for entry in first.keys.values():
-        if entry.key != KEY_SPLIT_COUNT:
-            segments.append(Range(0, entry.start, entry.end - entry.start))
-    key = KEY_SPLIT_COUNT.encode()
-    segments.append(
-        Literal(struct.pack("<Q", len(key)) + key + struct.pack("<IH", ValueType.UINT16, 0))
-    )
-    return segments
-
-
-def _laid_out(headers: Sequence[Header], alignment: int) -> tuple[Tensor, ...]:
-    """Tensors of the result: dimensions as ggml writes them, offsets one behind the other."""
-    tensors = []
-    offset = 0
-    for header in headers:
-        for tensor in header.tensors:
-            dimensions = tensor.dimensions or (1,)
-            while len(dimensions) > 1 and dimensions[-1] == 1:
-                dimensions = dimensions[:-1]
-            tensors.append(Tensor(tensor.name, dimensions, tensor.quantization_type_id, offset))
-            offset += padded(tensor.size, alignment)
-    return tuple(tensors)
-
-
-def _tensor_record(tensor: Tensor) -> bytes:
-    name = tensor.name.encode("utf-8", "surrogateescape")
-    return b"".join(
-        [
-            struct.pack("<Q", len(name)),
-            name,
-            struct.pack(f"<I{len(tensor.dimensions)}Q", len(tensor.dimensions), *tensor.dimensions),
-            struct.pack("<IQ", tensor.quantization_type_id, tensor.offset),
-        ]
-    )
-
-
-def _joined(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The same bytes in as few segments as possible: neighbouring ranges become one."""
-    held: Segment | None = None
-    for segment in segments:
-        if not segment.length:
-            continue
-        if (
-            isinstance(held, Range)
-            and isinstance(segment, Range)
-            and held.source == segment.source
-            and held.offset + held.length == segment.offset
-        ):
-            held = Range(held.source, held.offset, held.length + segment.length)
-            continue
-        if held is not None:
-            yield held
-        held = segment
-    if held is not None:
-        yield held
-
-
-# ---------------------------------------------------------------------------------- the copy
 
 
 class _Sources:
@@ -553,9 +194,6 @@ def holds(plan: Plan, path: Path, progress: Progress | None = None) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------- publishing
-
-
 def partial_path(dest: Path) -> Path:
     """The unfinished result, in the target folder. A leftover is recognised by this name."""
     return dest.with_name(f".{dest.name}.gpubox-partial")
@@ -719,9 +357,6 @@ def known_result(paths: Sequence[Path], dest: Path) -> int | None:
         return int(document["tensors"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-# ---------------------------------------------------------------------------------- the whole
 
 
 @dataclass(frozen=True)
@@ -888,67 +523,3 @@ def _same_header(plan: Plan, dest: Path) -> bool:
     except GpuboxError:
         return False
     return (header.size, header.tensors) == (plan.size, plan.tensors)
-
-
-# ---------------------------------------------------------------------------------- command line
-
-
-class _Meter:
-    """Progress on standard error: a line that moves on a terminal, else a line every 10 s."""
-
-    def __init__(self) -> None:
-        self._started = self._shown = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._shown < (0.5 if self._terminal else 10) and done < total:
-            return
-        self._shown = now
-        elapsed = max(now - self._started, 1e-9)
-        rate = done / elapsed
-        left = (total - done) / rate if rate else 0
-        text = (
-            f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s, "
-            f"{elapsed:.0f} s so far, {left:.0f} s left"
-        )
-        end = "\n" if not self._terminal or done >= total else ""
-        print(f"\r\x1b[K{text}" if self._terminal else text, end=end, file=sys.stderr, flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 0 done, 1 refused or failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gpubox.gguf_merge",
-        description="Merge GGUF shards into one file, identical to llama-gguf-split --merge.",
-    )
-    parser.add_argument("src", type=Path, help="any shard of the set")
-    parser.add_argument("dest", type=Path, help="the merged file")
-    parser.add_argument("--check", action="store_true", help="check everything, write nothing")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    options = parser.parse_args(arguments)
-
-    def stop(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        result = merge(
-            options.src, options.dest, options.check, None if options.quiet else _Meter()
-        )
-    except GpuboxError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was published", file=sys.stderr)
-        return 128 + signal.SIGINT
-    would = "would be " if options.check and result.changed else ""
-    print(
-        f"{would}{result.action}: {result.path}, {result.size} bytes, {result.tensors} tensors "
-        f"from {len(result.sources)} files in {result.seconds:.1f} s"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
