@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges GGUF shards into one file, byte for byte what ``llama-gguf-split --merge`` writes.
 
-Each step knows nothing of the others' insides: `shards` checks the set, `plan` lays the result out
-as a list of segments (nothing is written), `merging` fills a temporary file in the target folder
-and makes it visible with one rename. A manifest beside the result lets a rerun know it again
-without reading it, also when the shards are gone.
+`shards` checks the set, `plan` lays the result out as a list of segments (nothing is written),
+`copy` moves the bytes, `journal` remembers how far they came, `merging` makes the result visible
+with one rename. A `manifest` beside it lets a rerun know it again without reading it, also when
+the shards are gone, and holds the digests to verify it with.
 """
 
 from ..gguf import read_header
-from .merging import Result, known_result, merge
+from .manifest import known_result
+from .merging import Method, Options, Result, merge
 from .shards import combined, read_set, shard_paths
 
 __all__ = [
+    "Method",
+    "Options",
     "Result",
     "combined",
     "known_result",

@@ -1,362 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies, publishes and remembers the merger of a set."""
+"""The whole merge: known already, right already, or checked, copied and published."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import enum
 import fcntl
-import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from ..errors import GpuboxError
-from ..gguf import Header, Identity, read_header
-from .plan import Literal, Plan, Range, Zeros, make_plan
-from .shards import SHARD_NAME, combined, read_set, shard_paths
+from ..gguf import Header, read_header
+from . import system
+from .copy import Reread, Sources, Target, stream
+from .destination import Space, destination_faults, in_place_faults, pieces, space
+from .digest import Ledger, preferred
+from .files import partial_file, partial_path, remove_journal, remove_leftovers
+from .journal import Journal, begin, binding, read_journal
+from .manifest import damage, known_result, recorded_digest, reread, write_manifest
+from .plan import Plan, make_plan, make_shared_plan
+from .progress import Progress, stage
+from .shards import combined, foreign_faults, read_set, shard_paths
 
-MANIFEST_FORMAT = "gpubox.gguf_merge/1"
-STEP = 64 << 20  # bytes between two reports of progress
-BLOCK = 4 << 20  # bytes of one read where the kernel cannot copy by itself
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
-
-
-class _Sources:
-    """Open files of a plan, opened when first needed and held to the state that was planned for."""
-
-    def __init__(self, headers: Sequence[Header]) -> None:
-        self._headers = headers
-        self._descriptors: dict[int, int] = {}
-
-    def __enter__(self) -> _Sources:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-
-    def descriptor(self, index: int) -> int:
-        """File descriptor of source ``index``."""
-        if index not in self._descriptors:
-            self._descriptors[index] = os.open(
-                self._headers[index].path, os.O_RDONLY | os.O_CLOEXEC
-            )
-            self._require_unchanged(index)
-        return self._descriptors[index]
-
-    def require_unchanged(self) -> None:
-        """Raise `GpuboxError` if a source that was read is no longer what was planned for."""
-        for index in self._descriptors:
-            self._require_unchanged(index)
-
-    def _require_unchanged(self, index: int) -> None:
-        header = self._headers[index]
-        if Identity.of(os.fstat(self._descriptors[index])) != header.identity:
-            raise GpuboxError(
-                f"{header.path}: changed while it was being merged",
-                "shards that nobody writes",
-                "Wait for the download to finish and run again; nothing was published.",
-            )
+EPOCH = 1 << 30  # bytes between two entries of the journal
 
 
-# errors with which a file system or kernel says that it cannot copy by itself
-_CANNOT_COPY = {
-    errno.EXDEV,
-    errno.ENOSYS,
-    errno.EINVAL,
-    errno.EOPNOTSUPP,
-    errno.EPERM,
-    errno.EBADF,
-    errno.ETXTBSY,
-}
+class Method(enum.StrEnum):
+    """How the bytes come into the result."""
+
+    COPY = "copy"
+    IN_PLACE = "in_place"
+    REFLINK = "reflink"
 
 
-def _by_copy_file_range(source: int, target: int, offset: int, position: int, length: int) -> int:
-    return os.copy_file_range(source, target, length, offset, position)
+@dataclass(frozen=True)
+class Options:
+    """What a merge may be asked for.
 
-
-def _by_sendfile(source: int, target: int, offset: int, position: int, length: int) -> int:
-    os.lseek(target, position, os.SEEK_SET)
-    return os.sendfile(target, source, offset, length)
-
-
-def _by_read_and_write(source: int, target: int, offset: int, position: int, length: int) -> int:
-    block = os.pread(source, min(length, BLOCK), offset)
-    _write_all(target, block, position)
-    return len(block)
-
-
-def _write_all(target: int, data: bytes, position: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(target, view, position)
-        view = view[written:]
-        position += written
-
-
-CopyMethod = Callable[[int, int, int, int, int], int]
-"""Copies at most so many bytes: source and target descriptor, their offsets, length; bytes done."""
-
-# from the kernel's own copy (blocks may be shared) to the one that works everywhere
-COPY_METHODS: tuple[CopyMethod, ...] = (_by_copy_file_range, _by_sendfile, _by_read_and_write)
-
-
-def copy(plan: Plan, target: int, progress: Progress | None = None) -> None:
-    """Write the whole result of ``plan`` into the empty file with descriptor ``target``.
-
-    Raises:
-        GpuboxError: a source changed or became shorter.
-        OSError: the disk is full or broken.
+    Args:
+        method: ``copy``; ``in_place`` takes the content away from the shards as it is copied, and
+            removes them at the end; ``reflink`` shares their blocks (XFS, btrfs) in a layout that
+            llama.cpp does not read.
+        verify: read the result again from the disk and hold it to its digests.
+        sha256: name to hexadecimal digest of every shard, to tell foreign ones; empty for none.
+        epoch: bytes after which the disk is synchronised and the journal written.
+        progress: told what is being done.
+        notice: told the space before anything is written.
     """
-    methods = list(COPY_METHODS)
-    total, position = plan.size, 0
-    with _Sources(plan.sources) as sources:
-        for segment in plan.segments:
-            if isinstance(segment, Range):
-                for done in _copy_range(segment, sources, target, position, methods):
-                    if progress is not None:
-                        progress(position + done, total)
-            else:
-                done = 0
-                for data in _own_bytes(segment):
-                    _write_all(target, data, position + done)
-                    done += len(data)
-            position += segment.length
-        sources.require_unchanged()
-    if progress is not None:
-        progress(position, total)
 
-
-def _copy_range(
-    segment: Range, sources: _Sources, target: int, position: int, methods: list[CopyMethod]
-) -> Iterator[int]:
-    """Copy one range to ``position``; yields the bytes done. Drops the methods that do not work."""
-    source = sources.descriptor(segment.source)
-    done = 0
-    while done < segment.length:
-        length = min(segment.length - done, STEP)
-        try:
-            copied = methods[0](source, target, segment.offset + done, position + done, length)
-        except OSError as error:
-            if len(methods) == 1 or error.errno not in _CANNOT_COPY:
-                raise
-            copied = 0
-        if copied:
-            done += copied
-            yield done
-        elif len(methods) > 1:
-            del methods[0]
-        else:
-            sources.require_unchanged()
-            raise OSError(errno.EIO, "a source ends early")
-
-
-def _own_bytes(segment: Literal | Zeros) -> Iterator[bytes]:
-    if isinstance(segment, Literal):
-        yield segment.data
-        return
-    left = segment.length
-    while left:
-        yield bytes(min(left, BLOCK))
-        left -= min(left, BLOCK)
-
-
-def holds(plan: Plan, path: Path, progress: Progress | None = None) -> bool:
-    """Whether ``path`` already holds exactly the result of ``plan``; reads both when it may."""
-    total, position = plan.size, 0
-    with path.open("rb", buffering=0) as stream, _Sources(plan.sources) as sources:
-        if os.fstat(stream.fileno()).st_size != total:
-            return False
-        for segment in plan.segments:
-            done = 0
-            while done < segment.length:
-                length = min(segment.length - done, BLOCK)
-                if isinstance(segment, Range):
-                    descriptor = sources.descriptor(segment.source)
-                    expected = os.pread(descriptor, length, segment.offset + done)
-                elif isinstance(segment, Literal):
-                    expected = segment.data[done : done + length]
-                else:
-                    expected = bytes(length)
-                if not expected or os.pread(stream.fileno(), len(expected), position) != expected:
-                    return False
-                done += len(expected)
-                position += len(expected)
-                if progress is not None:
-                    progress(position, total)
-        sources.require_unchanged()
-    return True
-
-
-def partial_path(dest: Path) -> Path:
-    """The unfinished result, in the target folder. A leftover is recognised by this name."""
-    return dest.with_name(f".{dest.name}.gpubox-partial")
-
-
-def manifest_path(dest: Path) -> Path:
-    """The manifest beside the result."""
-    return dest.with_name(f"{dest.name}.manifest.json")
-
-
-@contextlib.contextmanager
-def partial_file(dest: Path) -> Iterator[int]:
-    """Descriptor of an empty, locked, unfinished result; gone afterwards unless it was published.
-
-    The lock tells a running merge from the leftover of one that was killed.
-    """
-    path = partial_path(dest)
-    descriptor = _open_locked(path, os.O_CREAT)
-    try:
-        os.ftruncate(descriptor, 0)
-        yield descriptor
-        # a published file has left this name
-    finally:
-        _unlink_if_same(path, descriptor)
-        os.close(descriptor)
-
-
-def _open_locked(path: Path, flags: int) -> int:
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_same(path, descriptor):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            raise GpuboxError(
-                f"{path}: in use, another merge to the same file is running",
-                "one merge at a time",
-                "Wait for it, or end it, and run again.",
-            ) from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # the other run finished between our open and our lock
-
-
-def _is_same(path: Path, descriptor: int) -> bool:
-    try:
-        status = path.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(status, os.fstat(descriptor))
-
-
-def _unlink_if_same(path: Path, descriptor: int) -> None:
-    if _is_same(path, descriptor):
-        path.unlink()
-
-
-def remove_leftover(dest: Path) -> bool:
-    """Remove the unfinished result of a killed run, if there is one and nobody works on it."""
-    path = partial_path(dest)
-    try:
-        descriptor = _open_locked(path, 0)
-    except (OSError, GpuboxError):  # none, not ours, or of a merge that is running
-        return False
-    try:
-        _unlink_if_same(path, descriptor)
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def publish(plan: Plan, descriptor: int, dest: Path) -> None:
-    """Give the finished file its name, once it is on the disk and its header is what was planned.
-
-    A file that it replaces hands on its mode and, as far as we may, its owner.
-    """
-    written = read_header(partial_path(dest))
-    if (written.tensors, written.size) != (plan.tensors, plan.size):
-        raise GpuboxError(
-            f"{partial_path(dest)}: not what was to be written",
-            f"{len(plan.tensors)} tensors in {plan.size} bytes",
-            "Check the memory and the disk of this machine; nothing was published.",
-        )
-    try:
-        old = dest.stat()
-    except FileNotFoundError:
-        pass
-    else:
-        with contextlib.suppress(PermissionError):
-            os.fchown(descriptor, old.st_uid, old.st_gid)
-        os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
-    os.fsync(descriptor)
-    partial_path(dest).replace(dest)
-    _sync_folder(dest.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_manifest(plan: Plan, dest: Path) -> None:
-    """Record what ``dest`` was made from. Written last; without it the next run compares."""
-    merged = dest.stat()
-    document = {
-        "format": MANIFEST_FORMAT,
-        "merged": {"name": dest.name, "size": merged.st_size, "mtime_ns": merged.st_mtime_ns},
-        "tensors": len(plan.tensors),
-        "sources": [
-            {
-                "name": header.path.name,
-                "size": header.size,
-                "mtime_ns": header.identity.mtime_ns,
-            }
-            for header in plan.sources
-        ],
-    }
-    path = manifest_path(dest)
-    temporary = path.with_name(f".{path.name}.gpubox-partial")
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(document, stream, indent=2)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    _sync_folder(dest.parent)
-
-
-def known_result(paths: Sequence[Path], dest: Path) -> int | None:
-    """Tensors in ``dest`` if its manifest proves it to be the merger of ``paths``, else None.
-
-    Size and modification time stand for the content, of the result and of the sources. Sources
-    that are gone do not matter.
-    """
-    try:
-        document = json.loads(manifest_path(dest).read_text(encoding="utf-8"))
-        merged = dest.stat()
-        recorded = document["sources"]
-        if document["format"] != MANIFEST_FORMAT:
-            return None
-        if (merged.st_size, merged.st_mtime_ns) != (
-            document["merged"]["size"],
-            document["merged"]["mtime_ns"],
-        ):
-            return None
-        if [source["name"] for source in recorded] != [path.name for path in paths]:
-            return None
-        for path, source in zip(paths, recorded, strict=True):
-            try:
-                status = path.stat()
-            except FileNotFoundError:
-                continue
-            if (status.st_size, status.st_mtime_ns) != (source["size"], source["mtime_ns"]):
-                return None
-        return int(document["tensors"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    method: Method = Method.COPY
+    verify: bool = False
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    epoch: int = EPOCH
+    progress: Progress | None = None
+    notice: Callable[[Space], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -373,6 +75,9 @@ class Result:
     size: int | None  # bytes of the result
     tensors: int | None
     seconds: float
+    space: Space | None = None  # where something was or would be written
+    resumed: int = 0  # bytes that an interrupted run had done
+    digest: str | None = None  # ALGORITHM:DIGEST of the result
 
     @property
     def changed(self) -> bool:
@@ -380,85 +85,19 @@ class Result:
         return self.action != "unchanged"
 
 
-def destination_faults(
-    dest: Path, headers: Sequence[Header], check_mode: bool
-) -> list[GpuboxError]:
-    """Why nothing may be written to ``dest``."""
-    faults = []
-    match = SHARD_NAME.fullmatch(dest.name)
-    if match is not None and int(match["count"]) != 1:
-        faults.append(
-            GpuboxError(
-                f"{dest}: named like a shard",
-                "a name without -NNNNN-of-NNNNN, or loaders will look for the other shards",
-                "Choose another destination.",
-            )
-        )
-    if dest.is_dir():
-        faults.append(GpuboxError(f"{dest}: a directory", "a file name", "Name the file in it."))
-    elif dest.exists():
-        if not dest.is_file():
-            faults.append(
-                GpuboxError(f"{dest}: not a regular file", "a file", "Choose another destination.")
-            )
-        for header in headers:
-            if os.path.samestat(dest.stat(), header.path.stat()):
-                faults.append(
-                    GpuboxError(
-                        f"{dest}: is the input {header.path}",
-                        "a file that is none of the inputs",
-                        "Choose another destination; inputs are never written to.",
-                    )
-                )
-    if not dest.parent.is_dir():
-        if not check_mode:  # an earlier task may be about to make it
-            faults.append(
-                GpuboxError(f"{dest.parent}: no such folder", "a folder", "Create it first.")
-            )
-    elif not os.access(dest.parent, os.W_OK | os.X_OK):
-        faults.append(
-            GpuboxError(
-                f"{dest.parent}: not writable for user id {os.geteuid()}",
-                "a folder to write to",
-                "Run as its owner, or choose another destination.",
-            )
-        )
-    return faults
-
-
-def reserve(size: int) -> int:
-    """Bytes that stay free on the file system besides a result of ``size``: 5 %, at most 4 GiB."""
-    return min(size // 20, 4 << 30)
-
-
-def space_fault(plan: Plan, dest: Path) -> GpuboxError | None:
-    """Why the result does not fit on the file system of ``dest``."""
-    status = os.statvfs(dest.parent)
-    free = status.f_bavail * status.f_frsize
-    with contextlib.suppress(FileNotFoundError):
-        free += partial_path(dest).stat().st_blocks * 512  # removed before anything is written
-    needed = plan.size + reserve(plan.size)
-    if free >= needed:
-        return None
-    return GpuboxError(
-        f"{dest.parent}: {free} bytes free ({free / 1e9:.1f} GB)",
-        f"{needed} bytes ({needed / 1e9:.1f} GB: the result of {plan.size} and a reserve)",
-        "Free space there, or choose a destination on another file system.",
-    )
-
-
 def merge(
-    src: Path, dest: Path, check_mode: bool = False, progress: Progress | None = None
+    src: Path, dest: Path, check_mode: bool = False, options: Options | None = None
 ) -> Result:
     """Make ``dest`` the merger of the set that ``src`` belongs to; a whole file is copied.
 
-    A symbolic link as ``dest`` is followed. The sources are never written to.
+    A symbolic link as ``dest`` is followed. The sources are never written to, but for the method
+    ``in_place``. An interrupted run is gone on with by the next one, as far as its journal says.
 
     Args:
         src: any shard of the set, or a file that was never split.
         dest: the result; when it is ``src`` itself, a whole file, nothing is to be done.
         check_mode: write nothing, also nothing temporary.
-        progress: called with bytes done and bytes in all.
+        options: see `Options`.
 
     Raises:
         GpuboxError: all faults of the set, the destination and the space in one message; or the
@@ -468,52 +107,317 @@ def merge(
     dest = Path(os.path.realpath(dest))
     paths = shard_paths(src)
     try:
-        action, size, tensors = _merge(paths, dest, check_mode, progress)
+        result = _Merge(paths, dest, check_mode, options or Options()).run()
     except OSError as error:
         raise GpuboxError(
             f"{error.filename or dest}: {error.strerror or error}",
             f"the merger of {len(paths)} files in {dest}",
             "Free space, or repair permissions or the file system, and run again; "
-            "nothing was published and the inputs are untouched.",
+            "nothing was published.",
         ) from error
-    return Result(action, dest, tuple(paths), size, tensors, time.monotonic() - started)
+    return replace(result, seconds=time.monotonic() - started)
 
 
-def _merge(
-    paths: Sequence[Path], dest: Path, check_mode: bool, progress: Progress | None
-) -> tuple[str, int | None, int | None]:
-    """Action, bytes and tensors of the result; see `merge`."""
-    tensors = known_result(paths, dest)
-    if tensors is not None:
-        if not check_mode:
-            remove_leftover(dest)
-        return "unchanged", dest.stat().st_size, tensors
-    if check_mode and not any(path.exists() for path in paths):
-        return "awaited", None, None
+class _Merge:
+    """One call of `merge`."""
 
-    headers, faults = read_set(paths)
-    if not faults and len(paths) == 1 and dest.exists() and paths[0].samefile(dest):
-        return "unchanged", headers[0].size, len(headers[0].tensors)
-    faults += destination_faults(dest, headers, check_mode)
-    if faults:
-        raise combined(faults, f"{len(paths)} whole shards of one set and a usable destination")
-    plan = make_plan(headers)
-    if _same_header(plan, dest) and (check_mode or holds(plan, dest, progress)):
-        action = "adopted"
-        if not check_mode:
-            remove_leftover(dest)
-            write_manifest(plan, dest)
-    else:
-        action = "merged" if len(plan.segments) > 1 else "copied"
-        fault = space_fault(plan, dest) if dest.parent.is_dir() else None
-        if fault is not None:
-            raise fault
-        if not check_mode:
-            with partial_file(dest) as descriptor:
-                copy(plan, descriptor, progress)
-                publish(plan, descriptor, dest)
-            write_manifest(plan, dest)
-    return action, plan.size, len(plan.tensors)
+    def __init__(
+        self, paths: Sequence[Path], dest: Path, check_mode: bool, options: Options
+    ) -> None:
+        self._paths = paths
+        self._dest = dest
+        self._check_mode = check_mode
+        self._options = options
+        self._in_place = options.method is Method.IN_PLACE
+
+    def run(self) -> Result:
+        known = self._known()
+        if known is not None:
+            return known
+        if self._check_mode and not any(path.exists() for path in self._paths):
+            return self._result("awaited")
+        plan = self._plan()
+        if plan is None:
+            status = self._dest.stat()
+            return self._result("unchanged", status.st_size, len(read_header(self._dest).tensors))
+        return self._adopted(plan) or self._written(plan)
+
+    def _result(self, action: str, size: int | None = None, tensors: int | None = None) -> Result:
+        digest = None
+        if size is not None and not (self._check_mode and action != "unchanged"):
+            digest = recorded_digest(self._dest)
+        return Result(
+            action, self._dest, tuple(self._paths), size, tensors, 0.0, digest=digest
+        )  # fmt: skip
+
+    # -- what needs no writing
+
+    def _known(self) -> Result | None:
+        """The result of an earlier run, as its manifest proves; verified if asked for."""
+        shared = self._options.method is Method.REFLINK
+        tensors = known_result(self._paths, self._dest, shared)
+        if tensors is None:
+            return None
+        if self._options.verify:
+            wrong = damage(self._dest, self._options.progress)
+            if wrong is None:
+                return None  # its blocks were shared: compare with the shards
+            if wrong and all(path.exists() for path in self._paths):
+                return None  # make it again
+            if wrong:
+                raise GpuboxError(
+                    f"{self._dest}: {', '.join(wrong)}: other bytes than were written",
+                    f"the digests of {self._dest.name}'s manifest",
+                    "Check the disk, fetch the shards again and repeat.",
+                )
+        if not self._check_mode:
+            self._clear(read_journal(self._dest))
+        return self._result("unchanged", self._dest.stat().st_size, tensors)
+
+    def _clear(self, journal: Journal | None) -> None:
+        """Remove what a finished merge no longer needs."""
+        if journal is not None and journal.in_place:
+            for path in self._paths:
+                if system.marked(path) == journal.token:
+                    system.remove(path)
+        remove_leftovers(self._dest)
+
+    def _adopted(self, plan: Plan) -> Result | None:
+        """The result is there, without a manifest that says so."""
+        if not _same_header(plan, self._dest):
+            return None
+        if self._check_mode and not self._options.verify:
+            return self._result("adopted", plan.size, len(plan.tensors))
+        journal = self._journal(plan)
+        if journal is not None and journal.position == plan.size:
+            # stopped between the publication and the manifest
+            ledger = reread(
+                self._dest, plan.size, plan.runs, journal.algorithm, self._options.progress
+            )
+            right: Ledger | None = ledger if ledger.whole == journal.digest else None
+        elif journal is not None and journal.in_place and journal.position:
+            return None
+        else:
+            right = equal(plan, self._dest, self._options)
+        if right is None:
+            return None
+        if not self._check_mode:
+            write_manifest(plan, self._dest, right, self._options.sha256)
+            self._clear(journal)
+        return self._result("adopted", plan.size, len(plan.tensors))
+
+    # -- the plan
+
+    def _plan(self) -> Plan | None:
+        """The checked layout; None when the source, a whole file, is in its place already."""
+        headers, faults = read_set(self._paths)
+        if not faults and len(self._paths) == 1:
+            source = self._paths[0]
+            if self._dest.exists() and source.samefile(self._dest):
+                return None
+        faults += destination_faults(self._dest, headers, self._check_mode)
+        plan = None
+        if not faults:
+            shared = self._options.method is Method.REFLINK
+            plan = make_shared_plan(headers) if shared else make_plan(headers)
+        if self._in_place:
+            faults += in_place_faults(self._dest, headers, self._check_mode)
+            if plan is not None and plan.whole:
+                faults.append(
+                    GpuboxError(
+                        f"{self._paths[0]}: not split",
+                        "a set of shards to merge in place",
+                        f"Rename it to {self._dest}, or merge with the method copy.",
+                    )
+                )
+        journal = None if plan is None else self._journal(plan)
+        faults += self._consumed_faults(headers, journal)
+        resumes = journal is not None and journal.in_place and journal.position > 0
+        if self._options.sha256 and not faults and not resumes:
+            faults += self._foreign_faults(headers)
+        if faults or plan is None:
+            wanted = f"{len(self._paths)} whole shards of one set and a usable destination"
+            raise combined(faults, wanted)
+        return plan
+
+    def _foreign_faults(self, headers: Sequence[Header]) -> list[GpuboxError]:
+        progress = self._options.progress
+        report = None if progress is None else partial(progress, "sha256 of the shards")
+        return foreign_faults(headers, self._options.sha256, report)
+
+    def _journal(self, plan: Plan) -> Journal | None:
+        """That of an interrupted run of the same plan."""
+        journal = read_journal(self._dest)
+        if journal is None or journal.in_place != self._in_place or journal.position > plan.size:
+            return None
+        return journal if journal.binding == binding(plan, self._in_place) else None
+
+    def _consumed_faults(
+        self, headers: Sequence[Header], journal: Journal | None
+    ) -> list[GpuboxError]:
+        """Shards whose content an in-place merge has begun to take away, but not this one."""
+        token = "" if journal is None else journal.token
+        faults = [
+            GpuboxError(
+                f"{header.path}: an unfinished merge in place took content from it",
+                "whole shards, or the journal of that merge beside its result",
+                "Finish that merge with the method in_place, or fetch this file again.",
+            )
+            for header in headers
+            if system.marked(header.path) not in ("", token)
+        ]
+        other = read_journal(self._dest)
+        if other is not None and other.in_place and other.position and journal is None:
+            faults.append(
+                GpuboxError(
+                    f"{partial_path(self._dest)}: holds {other.position} bytes that an unfinished "
+                    "merge in place took from its shards",
+                    "that merge to be finished first",
+                    "Run it again with its own shards and the method in_place; if they are to be "
+                    "fetched again anyway, remove that file and its journal.",
+                )
+            )
+        return faults
+
+    # -- the work
+
+    def _written(self, plan: Plan) -> Result:
+        action = "copied" if plan.whole else "merged"
+        room = None
+        if self._dest.parent.is_dir():
+            room = space(plan, self._dest, self._at_once(plan))
+            if self._options.notice is not None:
+                self._options.notice(room)
+            fault = room.fault(self._dest.parent)
+            if fault is not None:
+                raise fault
+        if self._check_mode:
+            return replace(self._result(action, plan.size, len(plan.tensors)), space=room)
+        with (
+            partial_file(self._dest) as descriptor,
+            Target(descriptor) as target,
+            Sources(plan, writable=self._in_place) as sources,
+        ):
+            if self._options.method is Method.REFLINK:
+                resumed, ledger = 0, self._share(plan, descriptor, target, sources)
+            else:
+                resumed, ledger = self._copy(plan, descriptor, target, sources)
+            publish(plan, descriptor, self._dest)
+        write_manifest(plan, self._dest, ledger, self._options.sha256)
+        self._clear(read_journal(self._dest))
+        result = self._result(action, plan.size, len(plan.tensors))
+        return replace(result, space=room, resumed=resumed)
+
+    def _at_once(self, plan: Plan) -> int:
+        if self._in_place:
+            return min(self._options.epoch, plan.size)
+        if self._options.method is Method.REFLINK:
+            return sum(end - start for start, end in pieces(plan)[1])
+        return plan.size
+
+    def _copy(
+        self, plan: Plan, descriptor: int, target: Target, sources: Sources
+    ) -> tuple[int, Ledger]:
+        """Copy all that is missing; bytes that were there, and the digests."""
+        journal = self._journal(plan) or begin(plan, self._in_place, preferred())
+        ledger = self._resumed(plan, journal, descriptor)
+        resumed = position = ledger.position
+        if not position:
+            remove_journal(self._dest)
+            system.truncate(descriptor, 0)
+            if self._in_place:
+                require_in_place(self._dest, descriptor, journal.token)
+            else:
+                system.preallocate(descriptor, 0, plan.size)
+        if self._in_place:
+            lock(plan, sources)
+        if self._in_place and position:
+            mark(plan, sources, journal.token)
+            consume(sources, 0, position)
+        while position < plan.size:
+            end = min(position + self._options.epoch, plan.size)
+            if self._in_place:
+                system.preallocate(descriptor, position, end - position)
+            report = stage(self._options.progress, "copying", plan.size, position)
+            stream(sources, position, end, ledger, target, report)
+            target.sync()
+            sources.require_unchanged()
+            if self._in_place and self._options.verify:
+                # while the shards still have these bytes
+                self._require_equal(sources, descriptor, position, end)
+            first = not journal.position
+            journal = replace(journal, position=end, digest=ledger.whole)
+            journal.write(self._dest)
+            if self._in_place:
+                if first:
+                    mark(plan, sources, journal.token)
+                consume(sources, position, end)
+            position = end
+        if self._options.verify and not self._in_place:
+            self._verify(plan, ledger)
+        return resumed, ledger
+
+    def _resumed(self, plan: Plan, journal: Journal, descriptor: int) -> Ledger:
+        """Digests of what an interrupted run brought to the disk, read from there again."""
+        ledger = Ledger(plan.runs, journal.algorithm)
+        if journal.position:
+            report = stage(self._options.progress, "reading what is there", journal.position)
+            stream(Reread(descriptor), 0, journal.position, ledger, progress=report)
+            if ledger.whole == journal.digest:
+                return ledger
+            if journal.in_place:
+                raise GpuboxError(
+                    f"{partial_path(self._dest)}: its first {journal.position} bytes are not "
+                    "those that were written",
+                    f"the digest {journal.digest} ({journal.algorithm})",
+                    "The shards no longer have these bytes: check the disk, remove this file and "
+                    "its journal, and fetch the set again.",
+                )
+        return Ledger(plan.runs, journal.algorithm)
+
+    def _verify(self, plan: Plan, ledger: Ledger) -> None:
+        path = partial_path(self._dest)
+        found = reread(path, plan.size, plan.runs, ledger.algorithm, self._options.progress)
+        if found.whole != ledger.whole:
+            remove_journal(self._dest)
+            raise _not_as_written(path, f"the digest {ledger.whole} ({ledger.algorithm})")
+
+    def _require_equal(self, sources: Sources, descriptor: int, start: int, end: int) -> None:
+        wanted, found = Ledger((), preferred()), Ledger((), preferred())
+        stream(sources, start, end, wanted)
+        stream(Reread(descriptor), start, end, found)
+        if wanted.whole != found.whole:
+            raise _not_as_written(partial_path(self._dest), f"bytes {start} to {end} of the plan")
+
+    def _share(
+        self, plan: Plan, descriptor: int, target: Target, sources: Sources
+    ) -> Ledger | None:
+        """Share all blocks that can be; digests where they were asked for."""
+        system.truncate(descriptor, 0)
+        system.truncate(descriptor, plan.size)
+        shared, copied = pieces(plan)
+        try:
+            for position, part in shared:
+                source = sources.descriptor(part.source)
+                system.clone(source, descriptor, part.offset, position, part.length)
+        except OSError as error:
+            if error.errno not in system.UNSUPPORTED:
+                raise
+            raise GpuboxError(
+                f"{self._dest.parent}: blocks cannot be shared with the shards ({error.strerror})",
+                "result and shards on one file system that can: XFS with reflink, or btrfs",
+                "Merge with the method copy.",
+            ) from error
+        for start, end in copied:
+            stream(sources, start, end, target=target)
+        sources.require_unchanged()
+        if not self._options.verify:
+            return None
+        system.sync(descriptor)
+        ledger = equal(plan, partial_path(self._dest), self._options)
+        if ledger is None:
+            raise _not_as_written(partial_path(self._dest), "the bytes of the shards")
+        return ledger
 
 
 def _same_header(plan: Plan, dest: Path) -> bool:
@@ -523,3 +427,101 @@ def _same_header(plan: Plan, dest: Path) -> bool:
     except GpuboxError:
         return False
     return (header.size, header.tensors) == (plan.size, plan.tensors)
+
+
+def _not_as_written(path: Path, wanted: str) -> GpuboxError:
+    return GpuboxError(
+        f"{path}: not what was to be written",
+        wanted,
+        "Check the memory and the disk of this machine; nothing was published.",
+    )
+
+
+def equal(plan: Plan, path: Path, options: Options) -> Ledger | None:
+    """Digests of ``path`` if it holds exactly the result of ``plan``; reads both when it may."""
+    wanted, found = Ledger(plan.runs, preferred()), Ledger(plan.runs, preferred())
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with Sources(plan) as sources:
+            for start in range(0, plan.size, options.epoch):
+                end = min(start + options.epoch, plan.size)
+                report = stage(options.progress, "comparing", plan.size, start)
+                stream(sources, start, end, wanted)
+                stream(Reread(descriptor), start, end, found, progress=report)
+                if wanted.whole != found.whole:
+                    return None
+            sources.require_unchanged()
+    finally:
+        os.close(descriptor)
+    return found
+
+
+def require_in_place(dest: Path, descriptor: int, token: str) -> None:
+    """Raise `GpuboxError` if this file system cannot give blocks back or mark files."""
+    try:
+        system.preallocate(descriptor, 0, system.PAGE)
+        system.punch(descriptor, 0, system.PAGE)
+        system.mark(descriptor, token)
+        system.unmark(descriptor)
+    except OSError as error:
+        if error.errno not in system.UNSUPPORTED:
+            raise
+        raise GpuboxError(
+            f"{dest.parent}: its file system cannot merge in place ({error.strerror})",
+            "one that punches holes and keeps extended attributes: ext4, XFS, btrfs",
+            "Merge with the method copy.",
+        ) from error
+    system.truncate(descriptor, 0)
+
+
+def lock(plan: Plan, sources: Sources) -> None:
+    """Keep other merges in place away from the shards."""
+    for index, header in enumerate(plan.sources):
+        try:
+            fcntl.flock(sources.descriptor(index), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise GpuboxError(
+                f"{header.path}: in use by another merge in place",
+                "one merge in place at a time",
+                "Wait for it, or end it, and run again.",
+            ) from None
+
+
+def mark(plan: Plan, sources: Sources, token: str) -> None:
+    """Say on every shard that it is no longer whole, before it is not."""
+    for index in range(len(plan.sources)):
+        descriptor = sources.descriptor(index)
+        system.mark(descriptor, token)
+        system.sync(descriptor)
+
+
+def consume(sources: Sources, start: int, end: int) -> None:
+    """Take from the shards what the result has from ``start`` to ``end``.
+
+    Each range is punched from its beginning, so that pages at the bounds of epochs go too.
+    """
+    for part in sources.ranges(start, end):
+        system.punch(sources.descriptor(part.source), part.offset, part.length)
+        sources.changed_by_us(part.source)
+
+
+def publish(plan: Plan, descriptor: int, dest: Path) -> None:
+    """Give the finished file its name, once it is on the disk and its header is what was planned.
+
+    A file that it replaces hands on its mode and, as far as we may, its owner.
+    """
+    partial = partial_path(dest)
+    written = read_header(partial)
+    if (written.tensors, written.size) != (plan.tensors, plan.size):
+        raise _not_as_written(partial, f"{len(plan.tensors)} tensors in {plan.size} bytes")
+    try:
+        old = dest.stat()
+    except FileNotFoundError:
+        pass
+    else:
+        with contextlib.suppress(PermissionError):
+            os.fchown(descriptor, old.st_uid, old.st_gid)
+        os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
+    system.sync(descriptor)
+    system.rename(partial, dest)
+    system.sync_folder(dest.parent)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import GpuboxError
@@ -18,6 +21,7 @@ from ..gguf import (
     Header,
     read_header,
 )
+from .system import forget
 
 SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 FAULTS_SHOWN = 40  # of a set that is wrong all over
@@ -201,3 +205,50 @@ def _tensor_count_faults(headers: Sequence[Header]) -> list[GpuboxError]:
                 )
             )
     return faults
+
+
+def foreign_faults(
+    headers: Sequence[Header],
+    sha256: Mapping[str, str],
+    progress: Callable[[int, int], None] | None = None,
+) -> list[GpuboxError]:
+    """Shards that are not what the publisher's list says, or that it lacks.
+
+    A shard of another revision with the same counts can be told by nothing else. Reads every byte.
+
+    Args:
+        sha256: name to hexadecimal digest; names of other files do not matter.
+        progress: called with bytes done and bytes in all, after each shard.
+    """
+    with ThreadPoolExecutor(min(len(headers), os.cpu_count() or 1)) as pool:
+        found = pool.map(_sha256, (header.path for header in headers))
+        faults, done, total = [], 0, sum(header.size for header in headers)
+        for header, digest in zip(headers, found, strict=True):
+            expected = sha256.get(header.path.name)
+            if expected is None:
+                faults.append(
+                    GpuboxError(
+                        f"{header.path}: its sha256 is not in the list",
+                        "the sha256 of every shard",
+                        "Complete the list from the model's publisher, or give none.",
+                    )
+                )
+            elif digest != expected.lower():
+                faults.append(
+                    GpuboxError(
+                        f"{header.path}: sha256 {digest}",
+                        expected.lower(),
+                        "This shard is damaged or of another model or revision; fetch it again.",
+                    )
+                )
+            done += header.size
+            if progress is not None:
+                progress(done, total)
+    return faults
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb", buffering=0) as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+        forget(stream.fileno())
+    return digest.hexdigest()
