@@ -12,7 +12,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup toolchain lint unit check test gpu-check demo demo-down demo-status lock
+.PHONY: help setup toolchain lint unit check kill-gguf test gpu-check demo demo-down demo-status lock
 
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -52,6 +52,9 @@ unit: toolchain ## unit tests
 
 check: toolchain ## lint, types and unit tests, side by side: before every commit
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
+
+kill-gguf: toolchain ## the merger stopped at every call, and 200 times at random ones
+	GPUBOX_KILLS=200 pytest -q tests/unit/test_gguf_crashes.py
 
 test: setup check ## everything: check and the scenarios in system containers
 	@python -m tests.scenarios

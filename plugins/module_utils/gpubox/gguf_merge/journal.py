@@ -25,8 +25,9 @@ FORMAT = "gpubox.gguf_merge.journal/1"
 class Journal:
     """The state of an unfinished result.
 
-    ``token`` names this merge; a merge in place writes it on every shard before it takes content
-    away from it, so that a shard cannot be taken for whole when the journal is lost.
+    ``token`` names this merge. A merge in place writes it on every shard before the first journal:
+    a shard without it is another file. It says so there too before it takes content away, so that
+    a shard cannot be taken for whole when the journal is lost.
     """
 
     binding: str

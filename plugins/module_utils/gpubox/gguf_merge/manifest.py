@@ -18,13 +18,18 @@ FORMAT = "gpubox.gguf_merge/2"
 
 
 def write_manifest(
-    plan: Plan, dest: Path, ledger: Ledger | None, sha256: Mapping[str, str] | None = None
+    plan: Plan,
+    dest: Path,
+    ledger: Ledger | None,
+    sha256: Mapping[str, str] | None = None,
+    in_place: bool = False,
 ) -> None:
     """Record what ``dest`` was made from. Written last; without it the next run compares.
 
     Args:
         ledger: digests of the result; None where its blocks were shared and nothing was read.
         sha256: of the shards, as far as it was checked.
+        in_place: the shards are no longer as they were planned with, by our own doing.
     """
     merged = dest.stat()
     digests = [None] * len(plan.runs) if ledger is None else ledger.runs
@@ -54,7 +59,9 @@ def write_manifest(
                 {
                     "name": header.path.name,
                     "size": header.size,
-                    "mtime_ns": header.identity.mtime_ns,
+                    "mtime_ns": (
+                        header.path.stat().st_mtime_ns if in_place else header.identity.mtime_ns
+                    ),
                     "inode": header.identity.inode,
                     "sha256": (sha256 or {}).get(header.path.name),
                 }

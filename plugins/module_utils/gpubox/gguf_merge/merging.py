@@ -178,7 +178,7 @@ class _Merge:
         """Remove what a finished merge no longer needs."""
         if journal is not None and journal.in_place:
             for path in self._paths:
-                if system.marked(path) == journal.token:
+                if system.marked(path)[0] == journal.token:
                     system.remove(path)
         remove_leftovers(self._dest)
 
@@ -202,7 +202,7 @@ class _Merge:
         if right is None:
             return None
         if not self._check_mode:
-            write_manifest(plan, self._dest, right, self._options.sha256)
+            self._remember(plan, right)
             self._clear(journal)
         return self._result("adopted", plan.size, len(plan.tensors))
 
@@ -256,16 +256,28 @@ class _Merge:
         self, headers: Sequence[Header], journal: Journal | None
     ) -> list[GpuboxError]:
         """Shards whose content an in-place merge has begun to take away, but not this one."""
-        token = "" if journal is None else journal.token
-        faults = [
-            GpuboxError(
-                f"{header.path}: an unfinished merge in place took content from it",
-                "whole shards, or the journal of that merge beside its result",
-                "Finish that merge with the method in_place, or fetch this file again.",
-            )
-            for header in headers
-            if system.marked(header.path) not in ("", token)
-        ]
+        own = None if journal is None or not journal.position else journal.token
+        faults = []
+        for header in headers:
+            token, state = system.marked(header.path)
+            if state == system.TAKEN and token != own:
+                faults.append(
+                    GpuboxError(
+                        f"{header.path}: an unfinished merge in place took content from it",
+                        "whole shards, or the journal of that merge beside its result",
+                        "Finish that merge with the method in_place, or fetch this file again.",
+                    )
+                )
+            elif self._in_place and own is not None and token != own:
+                faults.append(
+                    GpuboxError(
+                        f"{header.path}: not the file that the unfinished merge in place began "
+                        "with",
+                        f"the one with {own} in its attribute {system.MARK}",
+                        "Put it back; or remove the unfinished result and its journal, and fetch "
+                        "the whole set again.",
+                    )
+                )
         other = read_journal(self._dest)
         if other is not None and other.in_place and other.position and journal is None:
             faults.append(
@@ -303,10 +315,13 @@ class _Merge:
             else:
                 resumed, ledger = self._copy(plan, descriptor, target, sources)
             publish(plan, descriptor, self._dest)
-        write_manifest(plan, self._dest, ledger, self._options.sha256)
+        self._remember(plan, ledger)
         self._clear(read_journal(self._dest))
         result = self._result(action, plan.size, len(plan.tensors))
         return replace(result, space=room, resumed=resumed)
+
+    def _remember(self, plan: Plan, ledger: Ledger | None) -> None:
+        write_manifest(plan, self._dest, ledger, self._options.sha256, self._in_place)
 
     def _at_once(self, plan: Plan) -> int:
         if self._in_place:
@@ -331,9 +346,7 @@ class _Merge:
                 system.preallocate(descriptor, 0, plan.size)
         if self._in_place:
             lock(plan, sources)
-        if self._in_place and position:
-            mark(plan, sources, journal.token)
-            consume(sources, 0, position)
+            consume(sources, 0, position, journal.token)
         while position < plan.size:
             end = min(position + self._options.epoch, plan.size)
             if self._in_place:
@@ -345,13 +358,12 @@ class _Merge:
             if self._in_place and self._options.verify:
                 # while the shards still have these bytes
                 self._require_equal(sources, descriptor, position, end)
-            first = not journal.position
+            if self._in_place and not position:
+                mark(plan, sources, journal.token)
             journal = replace(journal, position=end, digest=ledger.whole)
             journal.write(self._dest)
             if self._in_place:
-                if first:
-                    mark(plan, sources, journal.token)
-                consume(sources, position, end)
+                consume(sources, position, end, journal.token)
             position = end
         if self._options.verify and not self._in_place:
             self._verify(plan, ledger)
@@ -461,7 +473,7 @@ def require_in_place(dest: Path, descriptor: int, token: str) -> None:
     try:
         system.preallocate(descriptor, 0, system.PAGE)
         system.punch(descriptor, 0, system.PAGE)
-        system.mark(descriptor, token)
+        system.mark(descriptor, token, system.WHOLE)
         system.unmark(descriptor)
     except OSError as error:
         if error.errno not in system.UNSUPPORTED:
@@ -488,20 +500,26 @@ def lock(plan: Plan, sources: Sources) -> None:
 
 
 def mark(plan: Plan, sources: Sources, token: str) -> None:
-    """Say on every shard that it is no longer whole, before it is not."""
+    """Say on every shard that it is the one that this merge began with."""
     for index in range(len(plan.sources)):
         descriptor = sources.descriptor(index)
-        system.mark(descriptor, token)
+        system.mark(descriptor, token, system.WHOLE)
         system.sync(descriptor)
 
 
-def consume(sources: Sources, start: int, end: int) -> None:
+def consume(sources: Sources, start: int, end: int, token: str) -> None:
     """Take from the shards what the result has from ``start`` to ``end``.
 
     Each range is punched from its beginning, so that pages at the bounds of epochs go too.
     """
+    told: set[int] = set()
     for part in sources.ranges(start, end):
-        system.punch(sources.descriptor(part.source), part.offset, part.length)
+        descriptor = sources.descriptor(part.source)
+        if part.source not in told:
+            told.add(part.source)
+            system.mark(descriptor, token, system.TAKEN)
+            system.sync(descriptor)
+        system.punch(descriptor, part.offset, part.length)
         sources.changed_by_us(part.source)
 
 

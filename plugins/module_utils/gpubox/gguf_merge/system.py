@@ -21,8 +21,10 @@ PAGE = 4096
 UNSUPPORTED = frozenset(
     {errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV}
 )
-CONSUMED = "user.gpubox.consumed"
-"""Extended attribute of a shard whose content an in-place merge has begun to take away."""
+MARK = "user.gpubox.merge-in-place"
+"""Extended attribute of a shard: the token of the merge in place, and whether content is gone."""
+TAKEN = "taken"
+WHOLE = "whole"
 
 # linux/falloc.h
 _KEEP_SIZE = 1
@@ -102,22 +104,24 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
-def mark(descriptor: int, token: str) -> None:
-    """Write on a shard which merge takes its content away."""
-    os.setxattr(descriptor, CONSUMED, token.encode())
+def mark(descriptor: int, token: str, state: str) -> None:
+    """Write on a shard which merge in place takes its content away, or will."""
+    os.setxattr(descriptor, MARK, f"{token} {state}".encode())
 
 
 def unmark(descriptor: int) -> None:
     """Take back what `mark` wrote."""
-    os.removexattr(descriptor, CONSUMED)
+    os.removexattr(descriptor, MARK)
 
 
-def marked(path: Path) -> str:
-    """What `mark` wrote; empty for a shard that is whole."""
+def marked(path: Path) -> tuple[str, str]:
+    """Token and state as `mark` wrote them; empty for a shard that no merge in place has seen."""
     try:
-        return os.getxattr(path, CONSUMED).decode("ascii", "replace")
+        value = os.getxattr(path, MARK).decode("ascii", "replace")
     except OSError:
-        return ""
+        return "", ""
+    token, _, state = value.partition(" ")
+    return token, state
 
 
 def forget(descriptor: int, offset: int = 0, length: int = 0) -> None:
