@@ -8,6 +8,7 @@ the shards are gone, and holds the digests to verify it with.
 """
 
 from ..gguf import read_header
+from .journal import takes_from_shards
 from .manifest import known_result
 from .merging import Method, Options, Result, merge
 from .shards import combined, read_set, shard_paths
@@ -22,4 +23,5 @@ __all__ = [
     "read_header",
     "read_set",
     "shard_paths",
+    "takes_from_shards",
 ]

@@ -54,6 +54,12 @@ def read_journal(dest: Path) -> Journal | None:
     return journal if isinstance(journal.position, int) and journal.position >= 0 else None
 
 
+def takes_from_shards(dest: Path) -> bool:
+    """Whether an unfinished merge in place to ``dest`` has content that its shards lack."""
+    journal = read_journal(dest)
+    return journal is not None and journal.in_place and journal.position > 0
+
+
 def begin(plan: Plan, in_place: bool, algorithm: str) -> Journal:
     """A journal of nothing yet."""
     return Journal(binding(plan, in_place), secrets.token_hex(16), in_place, algorithm)

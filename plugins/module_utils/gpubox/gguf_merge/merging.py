@@ -21,7 +21,7 @@ from .copy import Reread, Sources, Target, stream
 from .destination import Space, destination_faults, in_place_faults, pieces, space
 from .digest import Ledger, preferred
 from .files import partial_file, partial_path, remove_journal, remove_leftovers
-from .journal import Journal, begin, binding, read_journal
+from .journal import Journal, begin, binding, read_journal, takes_from_shards
 from .manifest import damage, known_result, recorded_digest, reread, write_manifest
 from .plan import Plan, make_plan, make_shared_plan
 from .progress import Progress, stage
@@ -278,12 +278,11 @@ class _Merge:
                         "the whole set again.",
                     )
                 )
-        other = read_journal(self._dest)
-        if other is not None and other.in_place and other.position and journal is None:
+        if journal is None and takes_from_shards(self._dest):
             faults.append(
                 GpuboxError(
-                    f"{partial_path(self._dest)}: holds {other.position} bytes that an unfinished "
-                    "merge in place took from its shards",
+                    f"{partial_path(self._dest)}: holds bytes that an unfinished merge in place "
+                    "took from its shards",
                     "that merge to be finished first",
                     "Run it again with its own shards and the method in_place; if they are to be "
                     "fetched again anyway, remove that file and its journal.",
