@@ -277,4 +277,5 @@ def test_shards_that_a_merge_in_place_is_taking_away_are_left_alone(
     assert not model.fetch()["changed"]
     assert len(server.seen) == asked
     Journal("binding", "token", True, "xxh128", position=0).write(merged)
+    shard.unlink()
     assert model.fetch()["fetched"] == [shard.name]
