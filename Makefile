@@ -12,7 +12,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup toolchain lint unit check test gpu-check demo demo-down demo-status lock
+.PHONY: help setup toolchain lint unit check kill-gguf bench-gguf test gpu-check demo demo-down demo-status lock
 
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -53,11 +53,17 @@ unit: toolchain ## unit tests
 check: toolchain ## lint, types and unit tests, side by side: before every commit
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
 
+kill-gguf: toolchain ## the merger stopped at every call, and 200 times at random ones
+	GPUBOX_KILLS=200 pytest -q tests/unit/test_gguf_crashes.py
+
 test: setup check ## everything: check and the scenarios in system containers
 	@python -m tests.scenarios
 
 gpu-check: toolchain ## kernels, served logprobs and MTP on this machine's NVIDIA GPU (stop the server first)
 	@python tests/gpu/run.py $(if $(GPUBOX_GPU_PYTHON),--python $(GPUBOX_GPU_PYTHON))
+
+bench-gguf: toolchain ## the merger against cat and llama-gguf-split (LLAMA_GGUF_SPLIT=its path, BENCH_DIR=folder with 19 GB)
+	PYTHONPATH=plugins/module_utils:. python -m tests.bench.gguf_merge $(or $(BENCH_DIR),/var/tmp)
 
 lock: ## resolve uv.lock anew, with no host in it
 	@tools/toolchain.sh lock

@@ -71,7 +71,12 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpubox import mirror
 from ansible.module_utils.gpubox.errors import GpuboxError
-from ansible.module_utils.gpubox.gguf_merge import combined, known_result, shard_paths
+from ansible.module_utils.gpubox.gguf_merge import (
+    combined,
+    known_result,
+    shard_paths,
+    takes_from_shards,
+)
 from ansible.module_utils.gpubox.release import digest
 
 WHOLE = "a complete set, each file with the size and sha256 of gguf_model_files"
@@ -133,7 +138,10 @@ def bring(given: dict[str, Any], check_mode: bool) -> list[str]:
             return []
         if check_mode:
             return []
-    settled = remote and merged is not None and mirror.is_merged(merged, mirror.read_record(record))
+    settled = merged is not None and (
+        takes_from_shards(merged)  # the merge in place is gone on with; its shards have holes
+        or (remote and mirror.is_merged(merged, mirror.read_record(record)))
+    )
     wanted = [one for one in mirror.manifest(given["files"]) if not (settled and one.name in names)]
     faults = verify(wanted, shard.parent, record, check_mode)
     missing = [one for one in wanted if one.name in faults]

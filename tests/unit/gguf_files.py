@@ -48,13 +48,17 @@ class TensorData:
     kind: tuple[int, int, int] = TYPE_F32
 
     @property
-    def data(self) -> bytes:
-        """Bytes that depend on the name, so that no two tensors are equal."""
+    def size(self) -> int:
+        """Bytes of the data, without padding."""
         elements = 1
         for dimension in self.dimensions:
             elements *= dimension
-        size = elements // self.kind[1] * self.kind[2]
-        return hashlib.shake_128(self.name.encode()).digest(size)
+        return elements // self.kind[1] * self.kind[2]
+
+    @property
+    def data(self) -> bytes:
+        """Bytes that depend on the name, so that no two tensors are equal."""
+        return hashlib.shake_128(self.name.encode()).digest(self.size)
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class GgufFile:
             count = len(tensor.dimensions)
             out += string(tensor.name) + struct.pack(f"<I{count}Q", count, *tensor.dimensions)
             out += struct.pack("<IQ", tensor.kind[0], offset)
-            offset += len(tensor.data) + -len(tensor.data) % self.alignment
+            offset += tensor.size + -tensor.size % self.alignment
         return out
 
     def to_bytes(self) -> bytes:

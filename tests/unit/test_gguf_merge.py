@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
+import mmap
 import os
 import resource
 import signal
@@ -19,10 +21,22 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gpubox import gguf_merge
 from gpubox.errors import GpuboxError
 from gpubox.gguf import read_header
-from gpubox.gguf_merge import manifest_path, merge, partial_path, shard_paths
+from gpubox.gguf_merge import (
+    Options,
+    command,
+    copy,
+    destination,
+    digest,
+    files,
+    merge,
+    merging,
+    shard_paths,
+    system,
+)
+from gpubox.gguf_merge.files import journal_path, manifest_path, partial_path
+from gpubox.gguf_merge.shards import alignment_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -406,7 +420,7 @@ def test_unusable_destinations_are_refused(good: ShardSet, tmp_path: Path) -> No
 def test_a_folder_without_permission_is_refused(
     good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_merge.os, "access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(destination.os, "access", lambda *_: False)  # root may write everywhere
     assert f"not writable for user id {os.geteuid()}" in refusal(good.paths[0], dest)
 
 
@@ -420,7 +434,7 @@ def test_too_little_space_is_told_before_anything_is_written(
         values[1], values[4] = 1, len(good.merged)  # block size; blocks free for us
         return os.statvfs_result(values)
 
-    monkeypatch.setattr(gguf_merge.os, "statvfs", nearly_full)
+    monkeypatch.setattr(destination.os, "statvfs", nearly_full)
     text = refusal(good.paths[0], dest)
     needed = len(good.merged) + len(good.merged) // 20
     assert f"{len(good.merged)} bytes free" in text
@@ -456,7 +470,8 @@ def test_a_rerun_reads_nothing_and_survives_the_loss_of_the_shards(
 ) -> None:
     merge(good.paths[0], dest)
     before = identity(dest)
-    monkeypatch.setattr(gguf_merge, "read_header", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(merging, "read_set", lambda paths: pytest.fail(f"{paths} were read"))
+    monkeypatch.setattr(merging, "stream", lambda *_: pytest.fail("content was read"))
     result = merge(good.paths[1], dest)
     assert (result.action, result.changed) == ("unchanged", False)
     assert (result.size, result.tensors) == (dest.stat().st_size, len(TENSORS))
@@ -509,7 +524,7 @@ def test_the_manifest_of_another_program_or_version_proves_nothing(
 ) -> None:
     merge(good.paths[0], dest)
     document = json.loads(manifest_path(dest).read_text())
-    manifest_path(dest).write_text(json.dumps({**document, "format": "gpubox.gguf_merge/0"}))
+    manifest_path(dest).write_text(json.dumps({**document, "format": "gpubox.gguf_merge/1"}))
     assert merge(good.paths[0], dest).action == "adopted"
     assert json.loads(manifest_path(dest).read_text()) == document
 
@@ -577,67 +592,121 @@ def test_check_mode_writes_nothing(good: ShardSet, dest: Path, tmp_path: Path) -
 # ------------------------------------------------------------------------------ failures
 
 
-@pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
-@pytest.mark.parametrize("refusing", [1, 2])
-def test_file_systems_without_kernel_copies_are_served(
-    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch, number: int, refusing: int
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("refused", ["open", "write", "allocate"])
+def test_file_systems_without_direct_writes_are_served(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch, number: int, refused: str
 ) -> None:
+    """As tmpfs, overlay, NFS and ZFS of different ages do it."""
     calls = []
+    real_open, real_write = os.open, system.write
 
-    def refuse(*arguments: int) -> int:
-        calls.append(arguments)
+    def refuse(*_: object) -> int:
+        calls.append(refused)
         raise OSError(number, os.strerror(number))
 
-    methods = gguf_merge.COPY_METHODS
-    monkeypatch.setattr(gguf_merge, "COPY_METHODS", (refuse,) * refusing + methods[refusing:])
+    def write(descriptor: int, data: memoryview, position: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refuse()
+        return real_write(descriptor, data, position)
+
+    if refused == "open":
+        monkeypatch.setattr(
+            copy.os,
+            "open",
+            lambda path, flags, *mode: (
+                refuse() if flags & os.O_DIRECT else real_open(path, flags, *mode)
+            ),
+        )
+    elif refused == "write":
+        monkeypatch.setattr(system, "write", write)
+    else:
+        monkeypatch.setattr(system, "_fallocate", refuse)
     merge(good.paths[0], dest)
     assert dest.read_bytes() == good.merged
-    assert len(calls) == refusing  # not asked again for each range
+    assert calls == [refused]  # not asked again for each block
 
 
-def test_a_kernel_copy_that_moves_nothing_falls_back(
+def test_short_writes_are_gone_on_with(
     good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    idle: Callable[..., int] = lambda *_: 0  # noqa: E731
-    methods = gguf_merge.COPY_METHODS
-    monkeypatch.setattr(gguf_merge, "COPY_METHODS", (idle, *methods[1:]))
+    monkeypatch.setattr(system, "write", lambda fd, data, at: os.pwrite(fd, bytes(data[:999]), at))
     merge(good.paths[0], dest)
     assert dest.read_bytes() == good.merged
 
 
-def test_a_copy_that_lies_about_its_end_is_not_published(
+def test_writes_go_past_the_page_cache_where_possible(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with path.open("wb+") as stream, copy.Target(stream.fileno()) as target:
+        if not target.direct:
+            pytest.skip("this file system writes through the page cache only")
+        data = memoryview(mmap.mmap(-1, 3 * system.PAGE))
+        data[:] = os.urandom(len(data))
+        target.write(data[: 2 * system.PAGE + 5], 0)
+        assert target.direct
+        assert path.read_bytes() == bytes(data[: 2 * system.PAGE + 5])
+
+
+def test_a_write_that_lies_about_its_end_is_not_published(
     tmp_path: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = shard_set(tmp_path / "shards", tensors=TENSORS[:6])  # no padding behind the last one
-    copy, total = gguf_merge.COPY_METHODS[2], len(shards.merged)
+    total = len(shards.merged)
+    monkeypatch.setattr(system, "preallocate", lambda *_: None)
+    monkeypatch.setattr(
+        system,
+        "write",
+        lambda fd, data, at: len(data) if at + len(data) == total else os.pwrite(fd, data, at),
+    )
+    with pytest.raises(GpuboxError, match="not what was to be written"):
+        merge(shards.paths[0], dest)
+    assert not dest.exists()
 
-    def lie(source: int, target: int, offset: int, position: int, length: int) -> int:
-        if position + length == total:
-            return length
-        return copy(source, target, offset, position, length)
 
-    monkeypatch.setattr(gguf_merge, "COPY_METHODS", (lie,))
-    assert "not what was to be written" in refusal(shards.paths[0], dest)
+def test_a_disk_that_does_not_keep_what_was_written_is_noticed(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+
+    def write(descriptor: int, data: memoryview, position: int) -> int:
+        changed = bytearray(data)
+        changed[-40] ^= 1
+        return real(descriptor, changed, position)
+
+    monkeypatch.setattr(system, "write", write)
+    with pytest.raises(GpuboxError, match="not what was to be written"):
+        merge(good.paths[0], dest, options=Options(verify=True))
+    assert not list(dest.parent.iterdir())
 
 
 def test_the_content_is_on_the_disk_before_the_name(
     good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, order = os.fsync, []
+    order = []
 
-    def fsync(descriptor: int) -> None:
-        target = Path(f"/proc/self/fd/{descriptor}").readlink()
-        order.append((target.name, dest.exists(), manifest_path(dest).exists()))
-        real(descriptor)
+    def record(call: Callable[[int], None]) -> Callable[[int], None]:
+        def recorded(descriptor: int) -> None:
+            target = Path(f"/proc/self/fd/{descriptor}").readlink()
+            there = [path.exists() for path in (journal_path(dest), dest, manifest_path(dest))]
+            order.append((target.name, *there))
+            call(descriptor)
 
-    monkeypatch.setattr(gguf_merge.os, "fsync", fsync)
+        return recorded
+
+    monkeypatch.setattr(system, "sync", record(system.sync))
+    monkeypatch.setattr(system, "sync_data", record(system.sync_data))
     merge(good.paths[0], dest)
+    journal_name, manifest_name = journal_path(dest).name, manifest_path(dest).name
     assert order == [
-        (partial_path(dest).name, False, False),
-        (dest.parent.name, True, False),
-        (f".{manifest_path(dest).name}.gpubox-partial", True, False),
-        (dest.parent.name, True, True),
+        (partial_path(dest).name, False, False, False),  # the data
+        (f"{journal_name}.gpubox-new", False, False, False),
+        (dest.parent.name, True, False, False),
+        (partial_path(dest).name, True, False, False),  # length, owner, mode
+        (dest.parent.name, True, True, False),  # the name
+        (f".{manifest_name}.gpubox-new", True, True, False),
+        (dest.parent.name, True, True, True),
     ]
+    assert not journal_path(dest).exists()
 
 
 def test_shards_on_another_file_system(tmp_path: Path, dest: Path) -> None:
@@ -658,32 +727,34 @@ def test_shards_on_another_file_system(tmp_path: Path, dest: Path) -> None:
 def test_blocks_and_steps_smaller_than_a_tensor(
     good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_merge, "STEP", 100)
-    monkeypatch.setattr(gguf_merge, "BLOCK", 7)
-    monkeypatch.setattr(gguf_merge, "COPY_METHODS", gguf_merge.COPY_METHODS[2:])
+    monkeypatch.setattr(copy, "BLOCK", 7)
+    monkeypatch.setattr(digest, "PIECE", 3)
     seen = []
-    merge(good.paths[0], dest, progress=lambda done, total: seen.append((done, total)))
+    report = lambda *told: seen.append(told)  # noqa: E731
+    merge(good.paths[0], dest, options=Options(epoch=1000, progress=report))
     assert dest.read_bytes() == good.merged
     assert seen == sorted(seen)
-    assert seen[-1] == (len(good.merged), len(good.merged))
+    assert seen[-1] == ("copying", len(good.merged), len(good.merged))
+    manifest = manifest_path(dest).read_text()
     manifest_path(dest).unlink()
     assert merge(good.paths[0], dest).action == "adopted"
+    assert manifest_path(dest).read_text() == manifest
 
 
 @pytest.mark.parametrize("kind", ["grown", "shorter", "rewritten"])
 def test_a_shard_that_changes_meanwhile_is_noticed(
     good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(gguf_merge, "STEP", 100)
+    monkeypatch.setattr(copy, "BLOCK", 100)
     content = good.paths[1].read_bytes()
 
-    def meddle(done: int, total: int) -> None:
+    def meddle(_: str, done: int, total: int) -> None:
         if done > total // 2:
             changed = {"grown": content + b"x", "shorter": content[:200], "rewritten": content}
             good.paths[1].write_bytes(changed[kind])
 
     with pytest.raises(GpuboxError, match="changed while"):
-        merge(good.paths[0], dest, progress=meddle)
+        merge(good.paths[0], dest, options=Options(progress=meddle))
     assert not list(dest.parent.iterdir())
 
 
@@ -691,9 +762,9 @@ def test_a_full_disk_leaves_nothing_and_the_old_file_alone(good: ShardSet, dest:
     """A limit on the size of files stands for the full disk: the kernel fails the same call."""
     dest.write_bytes(b"the old model")
     code = (
-        "import resource, sys; from gpubox import gguf_merge;"
+        "import resource, sys; from gpubox.gguf_merge import command;"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, (2000, {resource.RLIM_INFINITY}));"
-        f"sys.exit(gguf_merge.main([{str(good.paths[0])!r}, {str(dest)!r}]))"
+        f"sys.exit(command.main([{str(good.paths[0])!r}, {str(dest)!r}]))"
     )
     done = run(code)
     assert done.returncode == 1
@@ -703,7 +774,7 @@ def test_a_full_disk_leaves_nothing_and_the_old_file_alone(good: ShardSet, dest:
 
 
 def test_a_second_merge_to_the_same_file_is_refused(good: ShardSet, dest: Path) -> None:
-    with gguf_merge.partial_file(dest) as descriptor:
+    with files.partial_file(dest) as descriptor:
         os.write(descriptor, b"work of the first")
         assert "another merge" in refusal(good.paths[0], dest)
         assert partial_path(dest).read_bytes() == b"work of the first"
@@ -735,12 +806,12 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def stopped_midway(good: ShardSet, dest: Path) -> Iterator[subprocess.Popen[str]]:
     """The command line in the middle of its copy."""
     code = (
-        "import sys, time; from gpubox import gguf_merge as m\n"
+        "import sys, time; from gpubox.gguf_merge import copy, command as m\n"
         "class Wait:\n"
-        "    def __call__(self, done, total):\n"
+        "    def __call__(self, what, done, total):\n"
         "        if done > total // 2:\n"
         "            print('half', flush=True); time.sleep(600)\n"
-        "m.STEP, m._Meter = 100, Wait\n"
+        "copy.BLOCK, m.Meter = 100, Wait\n"
         f"sys.exit(m.main([{str(good.paths[0])!r}, {str(dest)!r}]))"
     )
     process = subprocess.Popen(
@@ -768,7 +839,8 @@ def test_sigkill_publishes_nothing_and_a_rerun_recovers(
     if old is not None:
         dest.write_bytes(old)
     assert partial_path(dest).stat().st_size > 0
-    assert "another merge" in refusal(good.paths[0], dest)
+    with pytest.raises(GpuboxError, match="another merge"):
+        merge(good.paths[0], dest)
     stopped_midway.kill()
     stopped_midway.wait()
     assert (dest.read_bytes() if dest.exists() else None) == old
@@ -830,7 +902,7 @@ def test_mutated_shards_are_refused_or_merged_faithfully(
     alignment = merged.own_alignment or 32
     for path in shards.paths:
         header = read_header(path)
-        own = gguf_merge.alignment_of(header, read_header(shards.paths[0]))
+        own = alignment_of(header, read_header(shards.paths[0]))
         for tensor in header.tensors:
             copy = next(found)
             assert copy.name == tensor.name
@@ -853,16 +925,16 @@ def extent(path: Path, offset: int, size: int) -> bytes:
 def test_the_command_line(good: ShardSet, dest: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        assert gguf_merge.main([str(good.paths[0]), str(dest), "--check"]) == 0
+        assert command.main([str(good.paths[0]), str(dest), "--check"]) == 0
         assert capfd.readouterr().out.startswith("would be merged: ")
         assert not dest.exists()
-        assert gguf_merge.main([str(good.paths[0]), str(dest)]) == 0
+        assert command.main([str(good.paths[0]), str(dest)]) == 0
         told = capfd.readouterr()
         assert told.out.startswith(f"merged: {dest}, {len(good.merged)} bytes, 7 tensors from 3")
         assert "GB" in told.err
-        assert gguf_merge.main([str(good.paths[0]), str(dest), "--quiet"]) == 0
+        assert command.main([str(good.paths[0]), str(dest), "--quiet"]) == 0
         assert capfd.readouterr().out.startswith("unchanged: ")
-        assert gguf_merge.main([str(good.paths[0]), str(good.paths[1])]) == 1
+        assert command.main([str(good.paths[0]), str(good.paths[1])]) == 1
         told = capfd.readouterr()
         assert told.err.startswith("measured: ")
         assert not told.out

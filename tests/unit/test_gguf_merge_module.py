@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -158,10 +159,39 @@ def test_the_documentation_names_every_parameter_and_answer(
     module: ModuleType, capsys: pytest.CaptureFixture[str], good: ShardSet, dest: Path
 ) -> None:
     documented = yaml.safe_load(module.DOCUMENTATION)
-    assert set(documented["options"]) == {"src", "dest"}
+    assert set(documented["options"]) == {
+        "src", "dest", "method", "verify", "sha256", "progress_file",
+    }  # fmt: skip
     answer = run(module, capsys, good.paths[0], dest)
     ansible_own = {"changed", "diff", "invocation", "failed", "warnings", "deprecations"}
     of_files = {"uid", "gid", "owner", "group", "mode", "state", "secontext"}
     assert set(answer) - ansible_own - of_files == set(yaml.safe_load(module.RETURN))
     example = yaml.safe_load(module.EXAMPLES)[0]["gguf_merge"]
     assert set(example) >= {"src", "dest"}
+
+
+def test_methods_and_verification_are_passed_on(
+    module: ModuleType, capsys: pytest.CaptureFixture[str], good: ShardSet, dest: Path
+) -> None:
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in good.paths}
+    wrong = {**sums, good.paths[1].name: "0" * 64}
+    answer = run(module, capsys, good.paths[0], dest, status=1, sha256=wrong)
+    assert f"{good.paths[1]}: sha256 {sums[good.paths[1].name]}" in answer["msg"]
+    progress = dest.with_name("progress")
+    answer = run(
+        module, capsys, good.paths[0], dest,
+        sha256=sums, method="in_place", verify=True, progress_file=str(progress),
+    )  # fmt: skip
+    assert answer["digest"].partition(":")[0] in ("xxh128", "blake2b")
+    assert answer["space"]["needed"] == len(good.merged)
+    assert not any(path.exists() for path in good.paths)
+    assert not progress.exists()
+    assert run(module, capsys, good.paths[0], dest, verify=True)["action"] == "unchanged"
+
+
+def test_progress_is_a_line_in_a_file(module: ModuleType, tmp_path: Path) -> None:
+    line = module.Line(tmp_path / "progress")
+    line("copying", 0, 2_000_000_000)
+    assert (tmp_path / "progress").read_text() == "copying: 0.00 of 2.00 GB\n"
+    line("copying", 2_000_000_000, 2_000_000_000)
+    assert (tmp_path / "progress").read_text().startswith("copying: 2.00 of 2.00 GB, ")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from gpubox.gguf_merge import merge
+from gpubox.gguf_merge.journal import Journal
 from gpubox.mirror import model_plan
 
 from tests.unit import modules
@@ -257,3 +258,20 @@ def test_a_set_of_the_box_that_is_merged_may_be_gone(model: Model, good: ShardSe
     Path(model.plan["model"]).unlink()
     assert not model.fetch(_ansible_check_mode=True)["changed"]
     assert "missing" in model.fetch(failed=True)["msg"]
+
+
+def test_shards_that_a_merge_in_place_is_taking_away_are_left_alone(
+    model: Model, server: FileServer
+) -> None:
+    """Their content is in the unfinished result; fetching them again would undo it."""
+    model.fetch()
+    merged = Path(model.plan["model"])
+    shard = Path(model.plan["shard"])
+    shard.write_bytes(bytes(shard.stat().st_size))
+    Journal("binding", "token", True, "xxh128", position=100).write(merged)
+    asked = len(server.seen)
+    assert not model.fetch()["changed"]
+    assert len(server.seen) == asked
+    Journal("binding", "token", True, "xxh128", position=0).write(merged)
+    shard.unlink()
+    assert model.fetch()["fetched"] == [shard.name]

@@ -493,7 +493,7 @@ def parse_status_cpus(text: str) -> set[int] | None:
 def parse_limit(text: str) -> int | None:
     """A limit of a control group in bytes, None for ``max`` or no number."""
     match = re.fullmatch(r"[0-9]{1,20}", text.strip())
-    return int(text) if match else None
+    return int(match[0]) if match else None
 
 
 def parse_cpu_max(text: str) -> float | None:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every call that changes a file, those that Python lacks among them.
+
+The order of these calls is what makes a merge safe against a crash, so tests count them, refuse
+them and stop the process at them here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+PAGE = 4096
+"""Bytes to which direct writes, shared blocks and their buffers are aligned."""
+
+# with these a kernel or file system says that it cannot do what was asked
+UNSUPPORTED = frozenset(
+    {errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV}
+)
+MARK = "user.gpubox.merge-in-place"
+"""Extended attribute of a shard: the token of the merge in place, and whether content is gone."""
+TAKEN = "taken"
+WHOLE = "whole"
+
+# linux/falloc.h
+_KEEP_SIZE = 1
+_PUNCH_HOLE = 2
+_FICLONERANGE = 0x4020940D  # linux/fs.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def _fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
+    while _libc.fallocate(descriptor, mode, offset, length):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def preallocate(descriptor: int, offset: int, length: int) -> None:
+    """Give the range its blocks now; where the file system cannot, the writes will.
+
+    Raises:
+        OSError: the disk is too full, or something else is wrong with it.
+    """
+    try:
+        _fallocate(descriptor, 0, offset, length)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
+def punch(descriptor: int, offset: int, length: int) -> None:
+    """Give the blocks of the range back; it reads as zeros afterwards."""
+    _fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, offset, length)
+
+
+def clone(source: int, target: int, offset: int, position: int, length: int) -> None:
+    """Let ``target`` at ``position`` share the blocks of ``source`` at ``offset``."""
+    fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, offset, length, position))
+
+
+def write(descriptor: int, data: memoryview | bytes, position: int) -> int:
+    """Bytes written."""
+    return os.pwrite(descriptor, data, position)
+
+
+def truncate(descriptor: int, size: int) -> None:
+    """Set the length."""
+    os.ftruncate(descriptor, size)
+
+
+def sync_data(descriptor: int) -> None:
+    """Bring the content to the disk."""
+    os.fdatasync(descriptor)
+
+
+def sync(descriptor: int) -> None:
+    """Bring content and metadata to the disk."""
+    os.fsync(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in ``folder`` to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a file its name in one step."""
+    old.replace(new)
+
+
+def remove(path: Path) -> None:
+    """Remove a name."""
+    path.unlink()
+
+
+def mark(descriptor: int, token: str, state: str) -> None:
+    """Write on a shard which merge in place takes its content away, or will."""
+    os.setxattr(descriptor, MARK, f"{token} {state}".encode())
+
+
+def unmark(descriptor: int) -> None:
+    """Take back what `mark` wrote."""
+    os.removexattr(descriptor, MARK)
+
+
+def marked(path: Path) -> tuple[str, str]:
+    """Token and state as `mark` wrote them; empty for a shard that no merge in place has seen."""
+    try:
+        value = os.getxattr(path, MARK).decode("ascii", "replace")
+    except OSError:
+        return "", ""
+    token, _, state = value.partition(" ")
+    return token, state
+
+
+def forget(descriptor: int, offset: int = 0, length: int = 0) -> None:
+    """Drop clean pages of the range (to the end for length 0) from the page cache."""
+    try:
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+    except OSError:  # an advice only
+        return
