@@ -23,8 +23,6 @@ from pathlib import Path
 
 from gpubox.gguf import read_header
 
-from tests.bench.gguf_set import write_set
-
 ROOT = Path(__file__).resolve().parents[2]
 DROP = Path("/proc/sys/vm/drop_caches")
 
@@ -74,7 +72,10 @@ def timed(command: Sequence[str | Path], figures: Figures) -> None:
     began = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "plugins" / "module_utils")}
     process = subprocess.Popen(
-        [str(part) for part in command], stdout=subprocess.DEVNULL, env=environment
+        [str(part) for part in command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
     )
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -199,7 +200,10 @@ def main() -> None:
     work = given.folder / "gguf-bench"
     shutil.rmtree(work, ignore_errors=True)
     try:
-        shards = write_set(work / "shards", size)
+        # apart: a child's largest memory counts from that of its parent
+        writer = [sys.executable, "-m", "tests.bench.gguf_set", str(work / "shards"), str(size)]
+        subprocess.run(writer, check=True)
+        shards = sorted((work / "shards").iterdir())
         count = sum(len(read_header(path).tensors) for path in shards)
         total = sum(path.stat().st_size for path in shards)
         print(

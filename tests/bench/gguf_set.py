@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from tests.unit.gguf_files import (
@@ -91,3 +92,7 @@ def _write(path: Path, shard: GgufFile, noise: memoryview, seed: int) -> None:
             stream.write(bytes(-tensor.size % shard.alignment))
         stream.flush()
         os.fsync(stream.fileno())
+
+
+if __name__ == "__main__":
+    write_set(Path(sys.argv[1]), int(sys.argv[2]))
