@@ -45,6 +45,11 @@ options:
     description: Bytes of the set where it is fetched later; it need not be there then.
     type: int
     default: 0
+  merge_method:
+    description: How the set becomes one file, which decides about the space that it takes.
+    type: str
+    choices: [copy, in_place, reflink]
+    default: copy
   record:
     description: Notes on what was fetched and merged.
     type: path
@@ -112,7 +117,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpubox import preflight
 from ansible.module_utils.gpubox.errors import GpuboxError
 from ansible.module_utils.gpubox.gguf import Header
-from ansible.module_utils.gpubox.gguf_merge import read_set, shard_paths
+from ansible.module_utils.gpubox.gguf_merge import Method, bytes_besides, read_set, shard_paths
 from ansible.module_utils.gpubox.mirror import is_merged, read_record
 from ansible.module_utils.gpubox.model_facts import read_config
 from ansible.module_utils.gpubox.preflight_cards import (
@@ -168,7 +173,8 @@ def space_needs(given: dict[str, Any], source: Path | None) -> list[tuple[str, s
         there = sum(path.stat().st_size for path in source.parent.iterdir() if path.is_file())
     needs.append(("shards", str(source), max(fetch - there, 0)))
     if model not in shards and (fetch or not model.exists()):
-        needs.append(("merged model", str(model), fetch or shard_bytes(source)))
+        merged = bytes_besides(Method(given["merge_method"]), fetch or shard_bytes(source))
+        needs.append(("merged model", str(model), merged))
     return needs
 
 
@@ -349,6 +355,11 @@ def main() -> None:
             "quantization_types": {"type": "list", "elements": "str", "required": True},
             "model_source": {"type": "str", "required": True},
             "fetch_bytes": {"type": "int", "default": 0},
+            "merge_method": {
+                "type": "str",
+                "choices": [method.value for method in Method],
+                "default": "copy",
+            },
             "record": {"type": "path", "required": True},
             "model": {"type": "path", "required": True},
             "companions": {"type": "list", "elements": "str", "default": []},

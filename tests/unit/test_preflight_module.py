@@ -171,6 +171,36 @@ def test_shards_merger_and_environment_are_summed(
     assert "700.0 for the merged model" in space["wanted"]
 
 
+@pytest.mark.parametrize(("method", "told"), [("in_place", "1.0"), ("reflink", "2.0")])
+def test_a_merge_that_needs_no_second_copy_is_not_refused_for_its_space(
+    method: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shard = "/shared/glm5-gguf/sets/0123456789abcdef/M-00001-of-00003.gguf"
+    answers = {
+        size: verdict(
+            "workstation-1",  # one file system of 10**12 bytes free for everything
+            tmp_path / str(size),
+            monkeypatch,
+            capsys,
+            model_source=shard,
+            fetch_bytes=size * 1024**3,
+            merge_method=method,
+            hardware=with_places(tmp_path / f"{size} places", shard),
+        )
+        for size in (700, 1000)
+    }
+    fits, larger = (
+        [one for one in answer["findings"] if one["check"] == "space"]
+        for answer in answers.values()
+    )
+    assert fits == []
+    assert f"{told} for the merged model" in larger[0]["wanted"]
+
+
 def with_places(tmp_path: Path, *paths: str) -> dict[str, Any]:
     """Facts of the workstation, all paths on its one file system."""
     place = {"mount": "/", "number": "0:28", "free_bytes": 10**12}

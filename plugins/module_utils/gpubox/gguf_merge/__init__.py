@@ -10,13 +10,14 @@ the shards are gone, and holds the digests to verify it with.
 from ..gguf import read_header
 from .journal import takes_from_shards
 from .manifest import known_result
-from .merging import Method, Options, Result, merge
+from .merging import Method, Options, Result, bytes_besides, merge
 from .shards import combined, read_set, shard_paths
 
 __all__ = [
     "Method",
     "Options",
     "Result",
+    "bytes_besides",
     "combined",
     "known_result",
     "merge",
