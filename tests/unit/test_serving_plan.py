@@ -487,3 +487,12 @@ def test_cards_that_are_gone_are_never_adapted_to(left: set[int]) -> None:
         facts[name]["value"] = [facts[name]["value"][card] for card in left]
     faults = plan(facts, GLM5, CUDA, {"applied": before}).faults
     assert bool(faults) == (len(left) < 8)
+
+
+@pytest.mark.parametrize("number", [10**30, 10**400], ids=["long", "longer"])
+def test_a_number_that_no_box_has_is_unknown(number: int) -> None:
+    facts = box(4) | known(memory_available_bytes=number, read_speeds={"/a": number})
+    result = plan(facts, {**GLM5, "tensor_bytes": number}, CUDA, {"max_model_len": number})
+    assert result.build["max_jobs"] is None
+    assert result.max_model_len != number
+    json.dumps(result.to_dict())

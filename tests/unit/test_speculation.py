@@ -89,6 +89,12 @@ def test_no_text_is_too_odd(text: str) -> None:
     read_drafts(METRICS.replace('position="0"', text))
 
 
+def test_a_position_that_no_draft_has_is_none() -> None:
+    read = read_drafts(METRICS.replace('position="0"', f'position="{"9" * 5000}"'))
+    assert read is not None
+    assert read.by_position == (80,)
+
+
 def test_it_is_asked_for() -> None:
     with server(200, METRICS.encode()) as endpoint:
         assert drafts(endpoint, time.monotonic() + 60) == Drafts(262, 200, (120, 80))

@@ -79,10 +79,10 @@ def _value(facts: Mapping[str, Any], name: str) -> Any:
 
 
 def _whole(value: Any) -> int | None:
-    """A whole number of 0 or more; anything else is unknown. Text, because ``-e`` gives text."""
+    """A whole number of up to 18 digits, else unknown. Text too, because ``-e`` gives text."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value):
         return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18:
         return value
     return None
 

@@ -14,7 +14,7 @@ _PREFIX = "vllm:spec_decode_num_"
 _SAMPLE = re.compile(
     re.escape(_PREFIX) + r"(?P<name>\w+?)_total\{(?P<labels>.*)\}\s+(?P<value>\S+)(?:\s+-?\d+)?"
 )
-_POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
+_POSITION = re.compile(r'(?:^|,)\s*position="([0-9]{1,9})"')
 
 
 @dataclass(frozen=True)
