@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -492,3 +492,120 @@ def test_the_first_failure_of_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) 
         copy.stream(Origin(), 0, 100, ledger, progress=done.append)
     assert ledger.position <= 20
     assert done in ([], [10], [10, 20])
+
+
+# ------------------------------------------------------------------------------ hostile neighbours
+
+
+def interrupted_in_place(shards: ShardSet, dest: Path) -> None:
+    """Begin a merge in place and end it in its fourth epoch."""
+    epochs = itertools.count()
+
+    def stop(what: str, *_: int) -> None:
+        if what == "copying" and next(epochs) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge(shards.paths[0], dest, options=replace(IN_PLACE, epoch=700, progress=stop))
+
+
+def test_a_known_result_does_not_cost_another_set_its_unfinished_merge(
+    good: ShardSet, dest: Path, tmp_path: Path
+) -> None:
+    merge(good.paths[0], dest)
+    other = shard_set(tmp_path / "other", metadata=(*METADATA[:-1], ("tiny.template", STRING, "y")))
+    interrupted_in_place(other, dest)
+    assert system.marked(other.paths[0])[1] == system.TAKEN
+    assert merge(good.paths[0], dest).action == "unchanged"
+    assert merge(tmp_path / "gone" / good.paths[0].name, dest).action == "unchanged"
+    assert merge(other.paths[0], dest, options=IN_PLACE).resumed
+    assert dest.read_bytes() == other.merged
+
+
+def test_sums_that_a_resumed_merge_did_not_check_are_not_recorded(
+    good: ShardSet, dest: Path
+) -> None:
+    interrupted_in_place(good, dest)
+    wrong = {path.name: "0" * 64 for path in good.paths}
+    assert merge(good.paths[0], dest, options=replace(IN_PLACE, sha256=wrong)).resumed
+    assert [source["sha256"] for source in manifest(dest)["sources"]] == [None] * len(good.paths)
+
+
+@pytest.mark.parametrize("companion", [partial_path, manifest_path, journal_path])
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_input_is_not_written_to_under_a_name_of_the_merge(
+    tmp_path: Path, dest: Path, companion: Callable[[Path], Path], linked: bool
+) -> None:
+    source = companion(dest)
+    content = GgufFile(METADATA, TENSORS).to_bytes()
+    source.write_bytes(content)
+    if linked:
+        source = tmp_path / "source.gguf"
+        source.hardlink_to(companion(dest))
+    with pytest.raises(GpuboxError, match="which a merge to"):
+        merge(source, dest)
+    assert source.read_bytes() == content
+    assert not dest.exists()
+
+
+def test_an_unfinished_result_with_two_names_is_left_alone(
+    good: ShardSet, dest: Path, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"theirs")
+    partial_path(dest).hardlink_to(theirs)
+    with pytest.raises(GpuboxError, match="one of several names"):
+        merge(good.paths[0], dest)
+    assert theirs.read_bytes() == b"theirs"
+
+
+def test_a_link_under_the_name_of_a_new_manifest_is_not_followed(
+    good: ShardSet, dest: Path, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"theirs")
+    manifest_path(dest).with_name(f".{manifest_path(dest).name}.gpubox-new").symlink_to(theirs)
+    merge(good.paths[0], dest)
+    assert theirs.read_bytes() == b"theirs"
+    assert not manifest_path(dest).is_symlink()
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"format": ' + "9" * 5000 + "}", "[]", '{"sources": 1}', "\0"]
+)
+def test_documents_of_any_text_are_as_good_as_none(good: ShardSet, dest: Path, text: str) -> None:
+    manifest_path(dest).write_text(text)
+    journal_path(dest).write_text(text)
+    assert merge(good.paths[0], dest).action == "merged"
+    assert dest.read_bytes() == good.merged
+
+
+def test_a_pipe_under_the_name_of_a_document_is_not_waited_for(good: ShardSet, dest: Path) -> None:
+    os.mkfifo(manifest_path(dest))
+    os.mkfifo(journal_path(dest))
+    assert merge(good.paths[0], dest).action == "merged"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"runs": [{}]},
+        {"runs": 1},
+        {"runs": [{"source": 1, "position": "x", "length": None, "digest": []}]},
+        {"algorithm": []},
+        {"merged": []},
+        {"tensors": float("inf")},
+    ],
+)
+def test_a_tampered_manifest_ends_in_a_merge_or_a_message(
+    good: ShardSet, dest: Path, change: dict[str, Any]
+) -> None:
+    merge(good.paths[0], dest)
+    manifest_path(dest).write_text(json.dumps({**manifest(dest), **change}))
+    for options in (Options(), VERIFY):
+        try:
+            result = merge(good.paths[0], dest, options=options)
+        except GpuboxError:
+            continue
+        assert result.action in ("unchanged", "adopted")
+        assert dest.read_bytes() == good.merged

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import GpuboxError
 from ..gguf import Header
-from .files import partial_path
+from .files import companions, partial_path
 from .plan import Plan, Range
 from .shards import SHARD_NAME
 from .system import PAGE
@@ -45,6 +45,16 @@ def destination_faults(
                         f"{dest}: is the input {header.path}",
                         "a file that is none of the inputs",
                         "Choose another destination; inputs are never written to.",
+                    )
+                )
+    for path in companions(dest):
+        for header in headers:
+            if path.exists() and path.samefile(header.path):
+                faults.append(
+                    GpuboxError(
+                        f"{header.path}: is {path}, which a merge to {dest} writes",
+                        "inputs with names of their own",
+                        "Choose another destination, or rename the input.",
                     )
                 )
     if not dest.parent.is_dir():

@@ -7,12 +7,15 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import GpuboxError
 from . import system
+
+MAX_DOCUMENT = 64 << 20  # bytes; a manifest has a few hundred for each shard
 
 
 def partial_path(dest: Path) -> Path:
@@ -30,6 +33,12 @@ def manifest_path(dest: Path) -> Path:
     return dest.with_name(f"{dest.name}.manifest.json")
 
 
+def companions(dest: Path) -> tuple[Path, ...]:
+    """All names beside ``dest`` that a merge writes or removes."""
+    journal, manifest = journal_path(dest), manifest_path(dest)
+    return partial_path(dest), journal, manifest, _new(journal), _new(manifest)
+
+
 def _new(path: Path) -> Path:
     return path.with_name(f".{path.name.lstrip('.')}.gpubox-new")
 
@@ -37,7 +46,8 @@ def _new(path: Path) -> Path:
 def write_document(path: Path, document: dict[str, Any]) -> None:
     """Replace a JSON file in one step; it is on the disk when this returns."""
     temporary = _new(path)
-    with temporary.open("w", encoding="utf-8") as stream:
+    temporary.unlink(missing_ok=True)  # of a killed run; a link would lead elsewhere
+    with temporary.open("x", encoding="utf-8") as stream:
         json.dump(document, stream, indent=2)
         stream.write("\n")
         stream.flush()
@@ -49,8 +59,11 @@ def write_document(path: Path, document: dict[str, Any]) -> None:
 def read_document(path: Path) -> dict[str, Any]:
     """The JSON file; empty where it is missing or damaged."""
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_DOCUMENT:  # a FIFO would block
+            return {}
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
 
@@ -64,6 +77,13 @@ def partial_file(dest: Path) -> Iterator[int]:
     """
     path = partial_path(dest)
     descriptor = _open_locked(path, os.O_CREAT)
+    if os.fstat(descriptor).st_nlink > 1:
+        os.close(descriptor)
+        raise GpuboxError(
+            f"{path}: one of several names of its file",
+            "an unfinished result that is nobody else's",
+            "Move it away, and its journal, if their content is not needed; then run again.",
+        )
     try:
         yield descriptor
     finally:

@@ -101,19 +101,25 @@ def known_result(paths: Sequence[Path], dest: Path, shared: bool | None = None) 
             if (status.st_size, status.st_mtime_ns) != (source["size"], source["mtime_ns"]):
                 return None
         return int(document["tensors"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
+
+
+def recorded_whole(dest: Path) -> str | None:
+    """Digest of the result as its manifest has it."""
+    merged = read_document(manifest_path(dest)).get("merged")
+    digest = merged.get("digest") if isinstance(merged, dict) else None
+    return digest if isinstance(digest, str) and digest else None
 
 
 def recorded_digest(dest: Path) -> str | None:
     """``ALGORITHM:DIGEST`` of the result as its manifest has it."""
-    document = read_document(manifest_path(dest))
-    digest = document.get("merged", {}).get("digest")
-    return f"{document['algorithm']}:{digest}" if digest else None
+    digest = recorded_whole(dest)
+    return f"{read_document(manifest_path(dest)).get('algorithm')}:{digest}" if digest else None
 
 
 def damage(dest: Path, progress: Progress | None = None) -> list[str] | None:
-    """Which parts of a known result are not what the manifest says; None where it has no digests.
+    """Which parts of a known result are not what the manifest says; None where it tells no digests.
 
     Reads all of it, past what the page cache holds of it.
 
@@ -121,16 +127,24 @@ def damage(dest: Path, progress: Progress | None = None) -> list[str] | None:
         GpuboxError: this machine cannot compute the digest.
     """
     document: dict[str, Any] = read_document(manifest_path(dest))
-    if document["algorithm"] is None:
+    try:
+        if document["algorithm"] is None:
+            return None
+        runs = [
+            Run(n, int(run["position"]), int(run["length"]))
+            for n, run in enumerate(document["runs"])
+        ]
+        told = [(str(run["source"]), run["digest"]) for run in document["runs"]]
+        whole = document["merged"]["digest"]
+    except (ValueError, KeyError, TypeError, OverflowError):  # not as we wrote it
         return None
-    runs = [Run(n, run["position"], run["length"]) for n, run in enumerate(document["runs"])]
-    ledger = reread(dest, document["merged"]["size"], runs, document["algorithm"], progress)
+    ledger = reread(dest, dest.stat().st_size, runs, document["algorithm"], progress)
     wrong = [
-        f"the tensors of {run['source']} ({run['length']} bytes at byte {run['position']})"
-        for run, digest in zip(document["runs"], ledger.runs, strict=True)
-        if digest != run["digest"]
+        f"the tensors of {source} ({run.length} bytes at byte {run.position})"
+        for run, (source, wanted), digest in zip(runs, told, ledger.runs, strict=True)
+        if digest != wanted
     ]
-    if not wrong and ledger.whole != document["merged"]["digest"]:
+    if not wrong and ledger.whole != whole:
         wrong = ["the header or the padding"]
     return wrong
 

@@ -22,7 +22,7 @@ from .destination import Space, destination_faults, in_place_faults, pieces, spa
 from .digest import Ledger, preferred
 from .files import partial_file, partial_path, remove_journal, remove_leftovers
 from .journal import Journal, begin, binding, read_journal, takes_from_shards
-from .manifest import damage, known_result, recorded_digest, reread, write_manifest
+from .manifest import damage, known_result, recorded_digest, recorded_whole, reread, write_manifest
 from .plan import Plan, make_plan, make_shared_plan
 from .progress import Progress, stage
 from .shards import combined, foreign_faults, read_set, shard_paths
@@ -140,6 +140,7 @@ class _Merge:
         self._check_mode = check_mode
         self._options = options
         self._in_place = options.method is Method.IN_PLACE
+        self._checked: Mapping[str, str] = {}  # sha256 that the shards were held to
 
     def run(self) -> Result:
         known = self._known()
@@ -181,8 +182,13 @@ class _Merge:
                     f"the digests of {self._dest.name}'s manifest",
                     "Check the disk, fetch the shards again and repeat.",
                 )
-        if not self._check_mode:
-            self._clear(read_journal(self._dest))
+        journal = read_journal(self._dest)
+        # the bytes that another set's merge in place took are in its unfinished result only
+        if not self._check_mode and (
+            not takes_from_shards(self._dest)
+            or (journal is not None and journal.digest == recorded_whole(self._dest))
+        ):
+            self._clear(journal)
         return self._result("unchanged", self._dest.stat().st_size, tensors)
 
     def _clear(self, journal: Journal | None) -> None:
@@ -246,6 +252,7 @@ class _Merge:
         resumes = journal is not None and journal.in_place and journal.position > 0
         if self._options.sha256 and not faults and not resumes:
             faults += self._foreign_faults(headers)
+            self._checked = self._options.sha256
         if faults or plan is None:
             wanted = f"{len(self._paths)} whole shards of one set and a usable destination"
             raise combined(faults, wanted)
@@ -331,7 +338,7 @@ class _Merge:
         return replace(result, space=room, resumed=resumed)
 
     def _remember(self, plan: Plan, ledger: Ledger | None) -> None:
-        write_manifest(plan, self._dest, ledger, self._options.sha256, self._in_place)
+        write_manifest(plan, self._dest, ledger, self._checked, self._in_place)
 
     def _at_once(self, plan: Plan) -> int:
         if self._in_place:
