@@ -57,9 +57,12 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             return dict(started)
         job = started["ansible_job_id"]
         shown = ""
+        deadline = time.monotonic() + LIMIT + INTERVAL
         while True:
             time.sleep(INTERVAL)
             answer = self._job(job, "status", task_vars)
+            if not answer.get("finished") and time.monotonic() > deadline:  # killed with its guard
+                answer = {"failed": True, "msg": f"no answer of the merge within {LIMIT} s"}
             if answer.get("finished") or answer.get("failed"):
                 break
             line = self._low_level_execute_command(f"cat {quote(file)}")["stdout"].strip()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -91,3 +92,17 @@ def test_a_long_merge_shows_where_it_is(plugin: ModuleType, verify: bool) -> Non
     assert box.lines == [f"    … cat /b/.c.gguf.gpubox-progress {left}" for left in (2, 1)]
     assert box.calls[-1] == ("async_status", False)  # cleaned up
     assert box.action._task.async_val == 0
+
+
+def test_a_merge_that_was_killed_is_not_awaited_for_ever(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Box(plugin, {"changed": True, "size": plugin.LONG})
+    box._polls = 1_000_000
+    clock = itertools.count(step=plugin.LIMIT // 3)
+    stopped = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(clock))
+    monkeypatch.setattr(plugin, "time", stopped)
+    answer = box.action.run()
+    assert answer["failed"]
+    assert "no answer of the merge" in answer["msg"]
+    assert len(box.lines) == 3
