@@ -497,8 +497,8 @@ def test_the_first_failure_of_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) 
 # ------------------------------------------------------------------------------ hostile neighbours
 
 
-def interrupted_in_place(shards: ShardSet, dest: Path) -> None:
-    """Begin a merge in place and end it in its fourth epoch."""
+def interrupted(shards: ShardSet, dest: Path, method: Method = Method.IN_PLACE) -> None:
+    """Begin a merge and end it in its fourth epoch."""
     epochs = itertools.count()
 
     def stop(what: str, *_: int) -> None:
@@ -506,7 +506,7 @@ def interrupted_in_place(shards: ShardSet, dest: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        merge(shards.paths[0], dest, options=replace(IN_PLACE, epoch=700, progress=stop))
+        merge(shards.paths[0], dest, options=Options(method, epoch=700, progress=stop))
 
 
 def test_a_known_result_does_not_cost_another_set_its_unfinished_merge(
@@ -514,7 +514,7 @@ def test_a_known_result_does_not_cost_another_set_its_unfinished_merge(
 ) -> None:
     merge(good.paths[0], dest)
     other = shard_set(tmp_path / "other", metadata=(*METADATA[:-1], ("tiny.template", STRING, "y")))
-    interrupted_in_place(other, dest)
+    interrupted(other, dest)
     assert system.marked(other.paths[0])[1] == system.TAKEN
     assert merge(good.paths[0], dest).action == "unchanged"
     assert merge(tmp_path / "gone" / good.paths[0].name, dest).action == "unchanged"
@@ -525,7 +525,7 @@ def test_a_known_result_does_not_cost_another_set_its_unfinished_merge(
 def test_sums_that_a_resumed_merge_did_not_check_are_not_recorded(
     good: ShardSet, dest: Path
 ) -> None:
-    interrupted_in_place(good, dest)
+    interrupted(good, dest)
     wrong = {path.name: "0" * 64 for path in good.paths}
     assert merge(good.paths[0], dest, options=replace(IN_PLACE, sha256=wrong)).resumed
     assert [source["sha256"] for source in manifest(dest)["sources"]] == [None] * len(good.paths)
@@ -609,3 +609,15 @@ def test_a_tampered_manifest_ends_in_a_merge_or_a_message(
             continue
         assert result.action in ("unchanged", "adopted")
         assert dest.read_bytes() == good.merged
+
+
+@pytest.mark.parametrize("algorithm", ["none of ours", [], True])
+def test_a_copy_whose_digest_cannot_be_computed_begins_again(
+    good: ShardSet, dest: Path, algorithm: object
+) -> None:
+    interrupted(good, dest, Method.COPY)
+    document = json.loads(journal_path(dest).read_text())
+    journal_path(dest).write_text(json.dumps({**document, "algorithm": algorithm}))
+    result = merge(good.paths[0], dest)
+    assert (result.action, result.resumed) == ("merged", 0)
+    assert dest.read_bytes() == good.merged

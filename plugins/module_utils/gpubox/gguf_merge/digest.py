@@ -82,6 +82,11 @@ def preferred() -> str:
     return BLAKE2B if _library() is None else XXH128
 
 
+def computable(algorithm: object) -> bool:
+    """Whether this machine has the algorithm of that name."""
+    return algorithm == BLAKE2B or (algorithm == XXH128 and _library() is not None)
+
+
 def new(algorithm: str) -> Digest:
     """A digest that has seen nothing.
 

@@ -19,7 +19,7 @@ from ..gguf import Header, read_header
 from . import system
 from .copy import Reread, Sources, Target, stream
 from .destination import Space, destination_faults, in_place_faults, pieces, space
-from .digest import Ledger, preferred
+from .digest import Ledger, computable, preferred
 from .files import partial_file, partial_path, remove_journal, remove_leftovers
 from .journal import Journal, begin, binding, read_journal, takes_from_shards
 from .manifest import damage, known_result, recorded_digest, recorded_whole, reread, write_manifest
@@ -268,6 +268,8 @@ class _Merge:
         journal = read_journal(self._dest)
         if journal is None or journal.in_place != self._in_place or journal.position > plan.size:
             return None
+        if not journal.in_place and not computable(journal.algorithm):
+            return None  # the shards have all bytes: begin again
         return journal if journal.binding == binding(plan, self._in_place) else None
 
     def _consumed_faults(
