@@ -106,7 +106,7 @@ def _faults(llm: Any, path: Path) -> list[str]:
 
 # Tensors that ranks share out; every rank reads the others whole.
 _SHARED_OUT = re.compile(
-    r"token_embd|output|blk\.\d+\.(attn_q_b|attn_output|ffn_(gate|up|down)(_exps|_shexp)?)"
+    r"token_embd|output|blk\.\d+\.(attn_[qkv]_b|attn_output|ffn_(gate|up|down)(_exps|_shexp)?)"
 )
 
 
