@@ -19,6 +19,10 @@ options:
     type: str
     choices: [cpu, cuda]
     required: true
+  driver:
+    description: Version of the NVIDIA driver that must be loaded; empty for any.
+    type: str
+    default: ""
   toolkits:
     description: CUDA toolkits that must be there.
     type: list
@@ -81,6 +85,7 @@ EXAMPLES = r"""
     device: cuda
     stack: glm5-cu130
     stack_device: cuda
+    driver: 590.48.01
     toolkits: ["13.1", "13.0"]
     torch_cuda: "13.0"
     environment: /opt/gpubox/environments/0123456789abcdef
@@ -269,7 +274,7 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         *preflight.check_host(init, facts.get("os_release"), facts.get("architecture")),
         *preflight.check_device(given["stack"], given["stack_device"], given["device"]),
         *check_cards(given["hardware"], processes_of(root, state.get("ControlGroup", ""))),
-        *check_driver(given["hardware"]),
+        *check_driver(given["hardware"], given["driver"]),
         *check_toolkits(given["hardware"], given["toolkits"], given["torch_cuda"]),
         *preflight.check_model(
             config,
@@ -343,6 +348,7 @@ def main() -> None:
             "device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
             "stack": {"type": "str", "required": True},
             "stack_device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
+            "driver": {"type": "str", "default": ""},
             "toolkits": {"type": "list", "elements": "str", "default": []},
             "torch_cuda": {"type": "str", "default": ""},
             "environment": {"type": "path", "required": True},

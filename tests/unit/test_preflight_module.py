@@ -42,6 +42,7 @@ def verdict(
         "device": "cuda" if hardware["nvidia_devices"]["value"] else "cpu",
         "stack": STACK["name"],
         "stack_device": STACK["device"],
+        "driver": STACK["driver"],
         "toolkits": STACK["toolkits"],
         "torch_cuda": STACK["torch_cuda"],
         "environment": "/opt/gpubox/environments/0123456789abcdef",
@@ -100,7 +101,13 @@ NO_MODEL = "gguf_model_source is not set, and there is no /shared/glm5-gguf/GLM-
                 "card 0000:27:00.0: ECC is disabled and enabled after a reset",
             ],
         ),
-        ("no-driver", ["no nvcc of CUDA 13.1, 13.0 below /usr/local; there is none"]),
+        (
+            "no-driver",
+            [
+                "no NVIDIA driver is loaded (no driver library is installed as a package)",
+                "no nvcc of CUDA 13.1, 13.0 below /usr/local; there is none",
+            ],
+        ),
         (
             "driver-mismatch",
             ["kernel module 590.44.01 is loaded, libraries 590.48.01 are installed"],

@@ -95,18 +95,18 @@ def _card_findings(card: Mapping[str, Any]) -> list[Finding]:
     return found
 
 
-def check_driver(facts: Facts) -> list[Finding]:
-    """The NVIDIA driver that is there: loaded and installed, flavour, kernels, Secure Boot.
+def check_driver(facts: Facts, wanted: str = "") -> list[Finding]:
+    """The NVIDIA driver: loaded and installed, flavour, kernels, Secure Boot, and the pinned one.
 
-    A box without any driver gets no finding: to install one is a later phase's work.
+    Args:
+        facts: hardware facts.
+        wanted: the version that has to be loaded, because no phase installs one; empty for any.
     """
     devices = _value(facts, "nvidia_devices") or []
-    loaded = _value(facts, "driver_loaded")
-    there = loaded or _value(facts, "driver_packages") or _dkms_drivers(facts)
-    if not devices or not there:
+    if not devices:
         return []
     found = []
-    installed = _value(facts, "driver_installed")
+    loaded, installed = _value(facts, "driver_loaded"), _value(facts, "driver_installed")
     if loaded and installed and loaded != installed:
         found.append(
             Finding(
@@ -146,7 +146,34 @@ def check_driver(facts: Facts) -> list[Finding]:
                 "install the driver package whose name ends in -open",
             )
         )
-    return found + _kernel_findings(facts) + _secure_boot_findings(facts, module)
+    found += _kernel_findings(facts) + _secure_boot_findings(facts, module)
+    return found + _pinned_findings(facts, wanted, any(one.severity == "error" for one in found))
+
+
+def _pinned_findings(facts: Facts, wanted: str, explained: bool) -> list[Finding]:
+    """Another driver than the pinned one, or none.
+
+    Of a driver that waits for a reboot the version that comes is judged.
+
+    Args:
+        explained: another finding says already why the driver does not work.
+    """
+    loaded, installed = _value(facts, "driver_loaded"), _value(facts, "driver_installed")
+    module = (_value(facts, "module_installed") or {}).get("version")
+    version = (installed if loaded else None) or loaded or installed or module
+    if not wanted or (explained and version in (None, wanted)) or (loaded and version == wanted):
+        return []
+    remedy = "install that driver with its open kernel modules and reboot; gpubox installs none"
+    if version is None:
+        reason = facts.get("driver_installed", {}).get("unknown") or "none is installed"
+        measured = f"no NVIDIA driver is loaded ({reason})"
+    elif version == wanted:
+        measured = f"driver {version} is installed and not loaded"
+        remedy = "run modprobe nvidia or reboot; if it is not loaded then, dmesg says why"
+    else:
+        measured = f"driver {version} is {'loaded' if version == loaded else 'installed'}"
+        remedy += f"; or set nvidia_driver_version: {version} if you know that it works"
+    return [Finding("error", "driver", measured, f"driver {wanted} is loaded", remedy)]
 
 
 def _device_number(device_id: str) -> int:
@@ -228,13 +255,16 @@ def check_toolkits(facts: Facts, wanted: Collection[str], torch_cuda: str | None
     toolkits = _value(facts, "cuda_toolkits")
     there = [one["toolkit"] for one in toolkits or [] if one["compiler"]]
     missing = [version for version in wanted if version not in there]
-    if missing and toolkits is not None:
+    if missing:
         found.append(
             Finding(
                 "error",
                 "toolkit",
-                f"no nvcc of CUDA {', '.join(missing)} below /usr/local; there is "
-                f"{', '.join(there) or 'none'}",
+                f"no nvcc of CUDA {', '.join(missing)} below /usr/local; "
+                + (
+                    facts.get("cuda_toolkits", {}).get("unknown")
+                    or f"there is {', '.join(there) or 'none'}"
+                ),
                 f"cuda-toolkit {' and '.join(wanted)} side by side",
                 "install cuda-toolkit-"
                 + " cuda-toolkit-".join(one.replace(".", "-") for one in missing)
