@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -48,7 +48,7 @@ from gpubox.machine import (
     parse_node_memory,
     parse_toolkit,
 )
-from gpubox.probe import Output, run_command, strip_ansi
+from gpubox.probe import Output, read_text, run_command, strip_ansi
 from gpubox.storage import mount_of, parse_findmnt, parse_xfs_info
 from hypothesis import given
 from hypothesis import strategies as st
@@ -651,6 +651,17 @@ def test_the_mount_of_a_path_is_the_one_that_is_seen() -> None:
     assert kind("/srv/a", over) == "btrfs"
     for wrong in ("", "[]", '{"filesystems": 7}', '{"filesystems": [7, {}]}', "[" * 100000):
         assert parse_findmnt(wrong) is None
+
+
+@given(st.lists(st.text(max_size=300), max_size=3))
+def test_any_path_is_taken(names: list[str]) -> None:
+    mounts = '{"filesystems": [{"target": "/", "source": "/dev/sda1", "fstype": "ext4"}]}'
+    wanted = [f"/{name}" for name in names]
+    found = storage.paths(Path("/"), lambda _: Output(stdout=mounts), wanted)["paths"].value
+    assert set(found) <= {str(PurePosixPath(path)) for path in wanted}
+    for path in wanted:
+        assert storage.read_speeds(Path("/"), [path + "\0"])["read_speeds"].value is None
+        assert read_text(Path(path + "\0"))[0] is None
 
 
 def test_a_partition_turns_as_its_disk_does(tmp_path: Path) -> None:
