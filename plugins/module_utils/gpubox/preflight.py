@@ -504,6 +504,17 @@ def plan_findings(faults: Iterable[Mapping[str, str]]) -> list[Finding]:
     return [Finding("error", "plan", one["measured"], one["wanted"], one["do"]) for one in faults]
 
 
+def unwritten_report(path: str, error: OSError) -> Finding:
+    """The verdict could not be written for machines."""
+    return Finding(
+        "warning",
+        "report",
+        f"{path}: {error.strerror or error}",
+        "a file for the verdict",
+        "correct preflight_report or the file system, or leave preflight_report empty",
+    )
+
+
 def verdict(findings: Iterable[Finding]) -> dict[str, Any]:
     """Findings as data and as text; ``passed`` when none is an error."""
     ordered = sorted(findings, key=lambda finding: (finding.severity, finding.check))
