@@ -151,6 +151,46 @@ def test_sixteen_ranks_would_cut_a_block() -> None:
     assert fault["measured"] == "rows of 2048 do not divide into 16 x blocks of 256"
 
 
+@pytest.mark.parametrize(
+    ("cards", "asked", "expected"),
+    [
+        (8, {"pipeline_parallel_size": "2"}, (4, 2, 1)),
+        (8, {"pipeline_parallel_size": 4, "tensor_parallel_size": 2}, (2, 4, 1)),
+        (8, {"pipeline_parallel_size": 2, "data_parallel_size": 2}, (2, 2, 2)),
+        (6, {"pipeline_parallel_size": 1}, (4, 1, 1)),
+    ],
+)
+def test_stages_that_are_asked_for(
+    cards: int, asked: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    result = plan(box(cards, card_mib=400_000), GLM5, CUDA, asked)
+    assert result.faults == []
+    assert sizes(result) == expected
+    used = expected[0] * expected[1] * expected[2]
+    assert (len(result.gpus), len(result.gpus_left_out)) == (used, cards - used)
+
+
+@pytest.mark.parametrize(
+    ("asked", "measured", "wanted"),
+    [
+        (
+            {"pipeline_parallel_size": 9},
+            "8 cards for each copy of the model of 78 layers",
+            "plan_pipeline_parallel_size: 9",
+        ),
+        (
+            {"pipeline_parallel_size": 4, "tensor_parallel_size": 4},
+            "8 cards for each copy of the model and 4 pipeline stages",
+            "plan_tensor_parallel_size: 4",
+        ),
+    ],
+)
+def test_stages_that_cannot_be(asked: dict[str, Any], measured: str, wanted: str) -> None:
+    (fault,) = plan(box(8, card_mib=400_000), GLM5, CUDA, asked).faults
+    assert (fault["measured"], fault["wanted"]) == (measured, wanted)
+    assert fault["do"].endswith("which plans it")
+
+
 def test_cards_that_are_asked_not_to_be_used_are_left_out_with_the_reason() -> None:
     result = plan(box(8, card_mib=143771), GLM5, CUDA, {"tensor_parallel_size": "4"})
     assert sizes(result) == (4, 1, 1)
@@ -292,10 +332,12 @@ def test_the_space_for_the_cache_of_a_cpu_may_be_the_operators() -> None:
 def test_what_is_asked_for_cards_is_refused_on_a_cpu() -> None:
     facts = known(cpu_count=2, memory_available_bytes=8 * GIB, nvidia_devices=[])
     asked = {"expected_gpus": 8, "expected_gpu_model": "H200", "data_parallel_size": "2"}
+    asked |= {"pipeline_parallel_size": 2}
     assert [fault["wanted"] for fault in plan(facts, None, CPU, asked).faults] == [
         "plan_expected_gpus: 8",
         "plan_expected_gpu_model: H200",
         "plan_data_parallel_size: 2",
+        "plan_pipeline_parallel_size: 2",
     ]
 
 
@@ -410,6 +452,7 @@ DEVICE = st.fixed_dictionaries({"address": st.text(max_size=3)}, optional={"revi
             [
                 "tensor_parallel_size",
                 "max_jobs",
+                "pipeline_parallel_size",
                 "data_parallel_size",
                 "expected_gpus",
                 "start_timeout",
@@ -428,13 +471,28 @@ def test_no_facts_crash_the_planner(
     json.dumps(plan(facts, model, stack, overrides).to_dict())
 
 
-@given(st.integers(1, 20), st.integers(0, 24), st.integers(1, 4), st.integers(1, 2000))
-def test_invariants(cards: int, asked: int, copies: int, memory: int) -> None:
-    overrides = {"tensor_parallel_size": asked, "data_parallel_size": copies}
+@given(
+    st.integers(1, 20),
+    st.integers(0, 24),
+    st.integers(0, 90),
+    st.integers(1, 4),
+    st.integers(1, 2000),
+)
+def test_invariants(cards: int, asked: int, stages: int, copies: int, memory: int) -> None:
+    overrides = {
+        "tensor_parallel_size": asked,
+        "pipeline_parallel_size": stages,
+        "data_parallel_size": copies,
+    }
     result = plan(box(cards, memory_gib=memory), GLM5, CUDA, overrides)
     tp, pp, dp = sizes(result)
     assert tp * pp * dp == len(result.gpus)
     assert len(result.gpus) + len(result.gpus_left_out) == cards
+    assert pp <= GLM5["layers"]
+    # what was asked for is kept or refused
+    for name, one, wish in (("tensor", tp, asked), ("pipeline", pp, stages), ("data", dp, copies)):
+        said = f"plan_{name}_parallel_size: {wish}"
+        assert wish in (0, one) or any(one["wanted"].endswith(said) for one in result.faults)
     assert 64 % tp == 0
     assert 2048 % (tp * 256) == 0
     used = result.build["max_jobs"] * result.build["memory_per_job_bytes"]

@@ -246,6 +246,8 @@ def _check_kinds(
 def _parallel(plan: Plan, cards: int, model: Any, overrides: Mapping[str, Any]) -> None:
     """Divide the cards: all of them by tensor parallel, then by pipeline stages."""
     asked = _whole(overrides.get("tensor_parallel_size")) or 0
+    stages = _whole(overrides.get("pipeline_parallel_size")) or 0
+    layers = _size(model, "layers")
     plan.data_parallel_size = max(_whole(overrides.get("data_parallel_size")) or 1, 1)
     each = cards // plan.data_parallel_size
     if each == 0:
@@ -255,20 +257,30 @@ def _parallel(plan: Plan, cards: int, model: Any, overrides: Mapping[str, Any]) 
             "lower plan_data_parallel_size",
         )
         plan.data_parallel_size, each = 1, cards
+    if stages > min(each, layers or each):
+        plan.refuse(
+            f"{each} cards for each copy of the model"
+            + (f" of {layers} layers" if layers is not None else ""),
+            f"plan_pipeline_parallel_size: {stages}",
+            "set plan_pipeline_parallel_size: 0, which plans it",
+        )
+        stages = 0
+    most = each // max(stages, 1)
     if asked:
         reason = tensor_parallel_fault(asked, model)
-        if reason or asked > each:
+        if reason or asked > most:
+            within = f" and {stages} pipeline stages" if stages else ""
             plan.refuse(
-                reason or f"{each} cards for each copy of the model",
+                reason or f"{each} cards for each copy of the model{within}",
                 f"plan_tensor_parallel_size: {asked}",
                 "set plan_tensor_parallel_size: 0, which plans it",
             )
             asked = 0
-    fitting = [n for n in range(1, each + 1) if not tensor_parallel_fault(n, model)]
-    if asked:
-        plan.tensor_parallel_size = asked
+    fitting = [n for n in range(1, most + 1) if not tensor_parallel_fault(n, model)]
+    if asked or stages:
+        plan.tensor_parallel_size = asked or max(fitting or [1])
+        plan.pipeline_parallel_size = max(stages, 1)
         return
-    layers = _size(model, "layers")
     # all cards first, then few stages: a stage waits for the one before it
     whole = [n for n in fitting if each % n == 0 and (layers is None or each // n <= layers)]
     plan.tensor_parallel_size = max(whole or fitting or [1])
@@ -414,13 +426,14 @@ def _check_cpu_overrides(
             f"plan_expected_gpu_model: {kind}",
             'set plan_stack: glm5-cu130, or plan_expected_gpu_model: ""',
         )
-    copies = _whole(overrides.get("data_parallel_size")) or 1
-    if copies > 1:
-        plan.refuse(
-            "a stack that computes on the CPU, which holds one copy of the model",
-            f"plan_data_parallel_size: {copies}",
-            "set plan_data_parallel_size: 1",
-        )
+    for name, least in (("data_parallel_size", 1), ("pipeline_parallel_size", 0)):
+        asked = _whole(overrides.get(name)) or 1
+        if asked > 1:
+            plan.refuse(
+                "a stack that computes on the CPU, which holds one copy of the model in one stage",
+                f"plan_{name}: {asked}",
+                f"set plan_{name}: {least}",
+            )
 
 
 def _context(plan: Plan, tokens: int | None, model: Any, overrides: Mapping[str, Any]) -> None:

@@ -45,7 +45,36 @@ _OWNED = {
     "served_model_name": "serving_model_name",
     "speculative_config": "plan_speculative_tokens",
     "data_parallel_size": "plan_data_parallel_size",
+    "kv_cache_memory_bytes": "gpu_memory_utilization",
+    "pipeline_parallel_size": "plan_pipeline_parallel_size",
     "tensor_parallel_size": "plan_tensor_parallel_size",
+}
+# Options that make another server of it than the one that was planned and checked, and why.
+_NOT_PLANNED = {
+    "config": "write the options of that file into serving_options, where other checks see them",
+    "num_gpu_blocks_override": "leave it out: the KV cache is as large as the memory allows",
+    **dict.fromkeys(
+        (
+            "data_parallel_address",
+            "data_parallel_external_lb",
+            "data_parallel_hybrid_lb",
+            "data_parallel_rank",
+            "data_parallel_size_local",
+            "data_parallel_start_rank",
+            "headless",
+            "nnodes",
+            "node_rank",
+            "prefill_context_parallel_size",
+        ),
+        "leave it out: the plan is for one server on the cards of one box",
+    ),
+}
+# The same of the environment.
+_OWNED_VARIABLES = {
+    "CUDA_DEVICE_ORDER": "leave it out: the plan takes the cards in order of address",
+    "CUDA_VISIBLE_DEVICES": "leave it out: the plan takes the cards in order of address, as many "
+    "as plan_tensor_parallel_size and its like say",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "set serving_start_timeout instead",
 }
 
 
@@ -211,6 +240,7 @@ _RULES: dict[str, Rule] = {
     "plan_format": _text(r"table|json", "table or json"),
     "plan_max_jobs": _whole(0),
     "plan_max_model_len": _whole(0),
+    "plan_pipeline_parallel_size": _whole(0),
     "plan_speculative_tokens": _whole(0, 16),
     "plan_tensor_parallel_size": _whole(0),
     "preflight_report": _or_empty(_path),
@@ -257,6 +287,8 @@ def _option_faults(options: Mapping[object, object]) -> Iterator[tuple[str, str,
             yield what, "names such as max_num_seqs", "correct the name"
         elif key in _OWNED:
             yield what, "that where other checks see it", f"set {_OWNED[key]} instead"
+        elif key in _NOT_PLANNED:
+            yield what, "the server that was planned", _NOT_PLANNED[key]
         elif is_secret(key):
             yield what, "no secret on a command line", _NO_PLACE
         elif not _printable(str(value)):
@@ -270,6 +302,8 @@ def _environment_faults(variables: Mapping[object, object]) -> Iterator[tuple[st
             yield what, "names of environment variables", "correct the name"
         elif str(name).startswith("GPUBOX_"):
             yield what, "no name of gpubox's own", "leave it out"
+        elif name in _OWNED_VARIABLES:
+            yield what, "the server that was planned", _OWNED_VARIABLES[str(name)]
         elif is_secret(str(name)):
             yield (
                 what,
