@@ -64,6 +64,11 @@ options:
     type: list
     elements: str
     default: []
+  packages:
+    description: System packages that will be installed.
+    type: list
+    elements: str
+    default: []
   user: {description: Name of the service user., type: str, required: true}
   unit: {description: Name of our unit., type: str, required: true}
   port: {description: TCP port of the service., type: int, required: true}
@@ -293,6 +298,11 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
             config,
             [str(gpu.get("compute_capability")) for gpu in facts.get("gpus") or []],
         ),
+        *preflight.check_numa_bind(
+            given["options"],
+            module.get_bin_path("numactl") is not None
+            or "numactl" in {name.partition("=")[0] for name in given["packages"]},
+        ),
         *preflight.check_header(
             config,
             {name: entry.integer for header in headers for name, entry in header.keys.items()},
@@ -376,6 +386,7 @@ def main() -> None:
             "record": {"type": "path", "required": True},
             "model": {"type": "path", "required": True},
             "companions": {"type": "list", "elements": "str", "default": []},
+            "packages": {"type": "list", "elements": "str", "default": []},
             "user": {"type": "str", "required": True},
             "unit": {"type": "str", "required": True},
             "port": {"type": "int", "required": True},

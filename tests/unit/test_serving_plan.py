@@ -99,7 +99,12 @@ def test_the_reference_box_uses_every_card() -> None:
     assert result.kv_cache_tokens is not None
     assert result.kv_cache_tokens > 202752
     assert result.nccl == {"NCCL_PROTO": "LL"}
-    assert result.numa == {"nodes": [0, 0, 0, 0, 1, 1, 1, 1], "node": None, "cpus": ""}
+    assert result.numa == {
+        "nodes": [0, 0, 0, 0, 1, 1, 1, 1],
+        "node": None,
+        "cpus": "",
+        "by_rank": False,
+    }
     assert any("PCIE_IPC" in note and "measure" in note for note in result.notes)
     assert "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC" not in result.environment
     # 402 GB at the assumed 0.5 GB/s, three times, and the compiles
@@ -120,7 +125,7 @@ def test_build_jobs_stay_within_the_share(memory: int, cpus: int, most: int, job
     facts = box(8, memory_gib=memory) | known(cpu_count=cpus)
     build = plan(facts, GLM5, CUDA, {"max_jobs": most}).build
     assert build["max_jobs"] == jobs
-    assert f"85 % of {memory}.0 GiB" in build["arithmetic"]
+    assert f"85 % of {memory} GiB" in build["arithmetic"]
 
 
 def test_two_cards_are_too_few_and_the_numbers_say_so() -> None:
@@ -310,7 +315,7 @@ def test_options_of_the_operator_are_planned_with() -> None:
     assert result.kv_cache_tokens is not None
     assert result.kv_cache_tokens < planned.kv_cache_tokens
     high = plan(box(8), GLM5, CUDA, {"options": {"gpu_memory_utilization": 0.99}})
-    assert any("0.99 leaves 1.0 GiB" in note for note in high.notes)
+    assert any("0.99 leaves 1 GiB" in note for note in high.notes)
 
 
 @pytest.mark.parametrize("wrong", [0, 1.2, "0.0", "much", True, [0.9], -0.5])
@@ -367,8 +372,9 @@ def test_cards_on_one_of_two_nodes_bind_the_unit_to_it() -> None:
     facts = box(2, card_mib=400000) | known(numa_nodes=NODES)
     for card in facts["gpus"]["value"]:
         card["numa_node"] = 1
-    assert plan(facts, GLM5, CUDA, {}).numa == {"nodes": [1, 1], "node": 1, "cpus": "32-63"}
-    unbound = {"nodes": [1, 1], "node": None, "cpus": ""}
+    bound = {"nodes": [1, 1], "node": 1, "cpus": "32-63", "by_rank": False}
+    assert plan(facts, GLM5, CUDA, {}).numa == bound
+    unbound = {"nodes": [1, 1], "node": None, "cpus": "", "by_rank": False}
     for others in ([], NODES[1:], [NODES[0]], [NODES[0], {"node": 1, "cpus": ""}], None):
         assert plan(facts | known(numa_nodes=others), GLM5, CUDA, {}).numa == unbound
     before = plan(facts, GLM5, CUDA, {}).to_dict()
@@ -382,6 +388,19 @@ def test_cards_on_one_of_two_nodes_bind_the_unit_to_it() -> None:
     odd = before | {"numa": {"cpus": "all of them", "node": 1}}
     assert plan(facts, GLM5, CUDA, {"applied": odd}).numa["cpus"] == ""
     assert plan(box(8) | known(numa_nodes=NODES), GLM5, CUDA, {}).numa["cpus"] == ""
+
+
+def test_ranks_of_cards_on_several_nodes_are_bound_when_asked() -> None:
+    facts = box(8) | known(numa_nodes=NODES)
+    for facts_of in (facts, box(8)):
+        numa = plan(facts_of, GLM5, CUDA, {"options": {"numa-bind": True}}).numa
+        assert numa == {"nodes": [0] * 4 + [1] * 4, "node": None, "cpus": "", "by_rank": True}
+    free = plan(facts, GLM5, CUDA, {})
+    assert not free.numa["by_rank"]
+    (note,) = [note for note in free.notes if "NUMA" in note]
+    assert "serving_options: {numa_bind: true}" in note
+    asked = plan(facts, GLM5, CUDA, {"options": {"numa_bind": True}})
+    assert not any("NUMA" in note for note in asked.notes)
 
 
 def limit(speed: int | None = None, model: Any = GLM5, **overrides: Any) -> int:

@@ -101,8 +101,8 @@ def _rows(value: Any) -> list[Mapping[str, Any]]:
 
 
 def gib(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / GIB:.1f} GiB"
+    """Bytes for people, without a decimal that is none."""
+    return f"{size / GIB:.1f}".removesuffix(".0") + " GiB"
 
 
 # --- parts of the plan ----------------------------------------------------------------------------
@@ -497,14 +497,17 @@ def _numa(
     cards: Sequence[Mapping[str, Any]],
     hardware: Mapping[str, Any],
     overrides: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> None:
     """CPUs of the unit: those of the node that all cards hang on, where the box has others too.
 
     Memory follows, because Linux takes it from the node of the CPU that first writes it. Where the
-    nodes are unknown, the same cards keep what is applied.
+    nodes are unknown, the same cards keep what is applied. Of cards on several nodes vLLM binds
+    each rank to the node of its card, if ``numa_bind`` is asked for.
     """
     nodes = [_whole(card.get("numa_node")) for card in cards if card["address"] in plan.gpus]
-    plan.numa = {"nodes": nodes, "node": None, "cpus": ""}
+    by_rank = plan.device == "cuda" and options.get("numa_bind") is True
+    plan.numa = {"nodes": nodes, "node": None, "cpus": "", "by_rank": by_rank}
     facts = _value(hardware, "numa_nodes")
     if not nodes or None in nodes or not isinstance(facts, list):
         applied = overrides.get("applied")
@@ -514,7 +517,12 @@ def _numa(
             plan.numa |= {"node": _whole(before.get("node")), "cpus": str(before["cpus"])}
         return
     if len(set(nodes)) > 1:
-        plan.notes.append("cards on several NUMA nodes: --numa-bind needs numactl; measure it")
+        if not by_rank:
+            plan.notes.append(
+                "cards on several NUMA nodes, and no rank is bound to that of its card: "
+                "serving_options: {numa_bind: true} and python_env_extra_packages: [numactl] bind "
+                "them; nobody has measured it, so measure it on the box"
+            )
         return
     cpus = {
         _whole(one.get("node")): str(one["cpus"])
@@ -627,7 +635,7 @@ def plan(
             result.notes.append(f"no flash-attn build fits: {result.build['arithmetic']}")
     _context(result, tokens, model, overrides)
     _links(result, hardware)
-    _numa(result, cards, hardware, overrides)
+    _numa(result, cards, hardware, overrides, options)
     _limits(result, hardware, model, overrides)
     total = _whole(_value(hardware, "memory_total_bytes"))
     result.box = {"cpus": cpus, "memory_total_bytes": total}
