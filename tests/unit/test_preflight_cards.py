@@ -170,6 +170,28 @@ def test_a_process_on_a_card_is_named_unless_it_is_ours() -> None:
     unnamed = {**process, "name": None, "memory_used_mib": None}
     (finding,) = check_cards(box(gpu_processes=[unnamed]))
     assert "holds memory of" in finding.measured
+    assert finding.severity == "error"
+    (finding,) = check_cards(box(gpu_processes=[{**process, "kind": "G"}]))
+    assert finding.severity == "warning"
+
+
+def test_memory_that_no_process_is_told_to_hold() -> None:
+    gpus = [card(address, memory_used_mib=4) for address in ADDRESSES]
+    assert check_cards(box(gpus=gpus)) == []
+    gpus[1]["memory_used_mib"] = 9000
+    for processes in ([], None):
+        (finding,) = check_cards(box(gpus=gpus, gpu_processes=processes))
+        assert (finding.severity, finding.check) == ("warning", "memory")
+        assert finding.measured.startswith("card 0000:27:00.0: 9000 MiB are in use, by no process")
+    assert check_cards(box(gpus=gpus), {4711}) == []  # our own server, seen from a container
+
+
+def test_another_driver_that_holds_the_cards() -> None:
+    (finding,) = check_driver(without_driver(other_drivers=["nouveau"]))
+    assert finding.measured == "nouveau is loaded and holds the cards"
+    both = check_driver(without_driver(other_drivers=["nouveau"]), "590.48.01")
+    assert [one.measured for one in both][1:] == ["no NVIDIA driver is loaded (not told)"]
+    assert check_driver(box(other_drivers=["nouveau"]), "590.48.01") == []
 
 
 @pytest.mark.parametrize(
@@ -282,6 +304,16 @@ def test_cuda_13_needs_a_driver(loaded: str | None, fault: bool) -> None:
         "driver 580.65.06 or newer"
     ] * fault
     assert check_toolkits(facts, ["12.8"], "12.8") == []
+
+
+def test_the_cuda_that_the_driver_serves_is_no_toolkit() -> None:
+    facts = box(cuda_toolkits=TOOLKITS, driver_cuda_max="12.9", driver_loaded="575.64.03")
+    (finding,) = check_toolkits(facts, ["13.0"], "13.0")
+    assert finding.measured == (
+        "driver 575.64.03 is loaded and serves CUDA up to 12.9, torch is built for CUDA 13.0"
+    )
+    assert check_toolkits(facts, ["12.8"], "12.8") == []
+    assert check_toolkits(box(cuda_toolkits=TOOLKITS, driver_cuda_max="13.1"), [], "13.0") == []
 
 
 def test_prebuilt_modules_count() -> None:

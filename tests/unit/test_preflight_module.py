@@ -98,7 +98,17 @@ NO_MODEL = "gguf_model_source is not set, and there is no /shared/glm5-gguf/GLM-
         ("two-domains", []),
         ("max-q", []),
         ("h200-8", []),
-        ("seven", ["card 0000:ac:00.0: it has fallen off the bus (rev ff)"]),
+        (
+            "seven",
+            [
+                (
+                    "card 0000:ac:00.0: it has fallen off the bus (rev ff) (Unable to determine "
+                    "the device handle for GPU5: 0000:AC:00.0: Unknown Error; GPU at "
+                    "PCI:0000:ac:00: GPU-00000000-0000-0000-0000-0000000ac000; Xid "
+                    "(PCI:0000:ac:00): 79, GPU has fallen off the bus.)"
+                )
+            ],
+        ),
         ("workstation-1", ["PID 2211 (/usr/bin/gnome-shell) holds 310 MiB of card 0000:01:00.0"]),
         (
             "mig",
@@ -111,6 +121,7 @@ NO_MODEL = "gguf_model_source is not set, and there is no /shared/glm5-gguf/GLM-
         (
             "no-driver",
             [
+                "nouveau is loaded and holds the cards",
                 "no NVIDIA driver is loaded (no driver library is installed as a package)",
                 "no nvcc of CUDA 13.1, 13.0 below /usr/local; there is none",
             ],

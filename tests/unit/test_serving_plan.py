@@ -237,6 +237,29 @@ def test_cards_that_are_all_lost_to_the_driver_are_named() -> None:
     assert len(plan(facts, GLM5, CUDA, {}).gpus) == 2
 
 
+def test_a_card_that_the_bus_does_not_show_any_more_is_named() -> None:
+    facts = box(8)
+    facts["driver_gpus"] = known(x=[one["address"] for one in facts["gpus"]["value"]])["x"]
+    assert plan(facts, GLM5, CUDA, {}).faults == []
+    address = facts["nvidia_devices"]["value"].pop(5)["address"]
+    (fault,) = plan(facts, GLM5, CUDA, {}).faults
+    assert fault["measured"] == f"card {address}: the driver has it, the PCI bus not"
+    assert fault["wanted"] == "8 cards that answer"
+
+
+def test_a_card_that_the_driver_did_not_take_is_named() -> None:
+    facts = box(8) | {"gpus": {"value": None, "unknown": "failed", "source": "x"}}
+    addresses = [one["address"] for one in facts["nvidia_devices"]["value"]]
+    facts |= known(driver_gpus=addresses[:-1])
+    failed = f"GPU {addresses[-1]}: RmInitAdapter failed! (0x22:0xffff:884)"
+    facts |= known(kernel_messages=[failed, "GPU 0000:99:00.0: fine"])
+    (fault,) = plan(facts, GLM5, CUDA, {}).faults
+    assert fault["measured"] == (
+        f"card {addresses[-1]}: the driver has not taken it (/proc/driver/nvidia/gpus) ({failed})"
+    )
+    assert fault["do"].startswith("switch Above 4G decoding")
+
+
 def test_a_card_that_is_gone_since_the_last_plan_stops() -> None:
     applied = plan(box(8), GLM5, CUDA, {}).to_dict()
     facts = box(8)
@@ -450,6 +473,8 @@ JSON = st.recursive(
 FACTS = (
     "nvidia_devices",
     "gpus",
+    "driver_gpus",
+    "kernel_messages",
     "gpu_links",
     "cpu_count",
     "iommu",

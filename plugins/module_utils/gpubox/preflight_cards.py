@@ -17,6 +17,7 @@ from .preflight import Finding
 Facts = Mapping[str, Mapping[str, Any]]
 # PCI device ids from here on are Blackwell, which has open kernel modules only (field report D3)
 FIRST_OPEN_ONLY_DEVICE = 0x2900
+UNTOLD_MIB = 1024  # an idle card shows a few to some hundred MiB, by kind and driver
 CUDA_13_DRIVER = (580, 65, 6)  # the lowest that CUDA 13 takes (field report C3)
 # linux-modules-nvidia-580-server-open-6.14.0-37-generic: prebuilt modules of one kernel
 _PREBUILT = re.compile(r"linux-modules-nvidia-[0-9]+(?:-server)?(?:-open)?-(?P<kernel>[0-9]+\.\S+)")
@@ -39,12 +40,16 @@ def check_cards(facts: Facts, own_processes: Collection[int] = ()) -> list[Findi
     found = []
     for card in _value(facts, "gpus") or []:
         found += _card_findings(card)
-    for process in _value(facts, "gpu_processes") or []:
+    processes = _value(facts, "gpu_processes") or []
+    if not own_processes:
+        found += _untold_findings(facts, {process["address"] for process in processes})
+    for process in processes:
         if process["pid"] not in own_processes:
             held = process["memory_used_mib"]
             found.append(
                 Finding(
-                    "error",
+                    # what only draws is little, and stays beside the share of the server
+                    "warning" if process.get("kind") == "G" else "error",
                     "memory",
                     f"PID {process['pid']} ({process['name'] or 'name unknown'}) holds "
                     f"{'memory' if held is None else f'{held} MiB'} of card {process['address']}",
@@ -53,6 +58,22 @@ def check_cards(facts: Facts, own_processes: Collection[int] = ()) -> list[Findi
                 )
             )
     return found
+
+
+def _untold_findings(facts: Facts, told: Collection[str]) -> list[Finding]:
+    """Memory that is in use though no process is told, as of another container."""
+    return [
+        Finding(
+            "warning",
+            "memory",
+            f"card {card['address']}: {card['memory_used_mib']} MiB are in use, by no process that "
+            "nvidia-smi tells",
+            f"cards that only the unit uses (at most {UNTOLD_MIB} MiB are the driver's own)",
+            "look with `fuser -v /dev/nvidia*`, also outside of this container",
+        )
+        for card in _value(facts, "gpus") or []
+        if (card.get("memory_used_mib") or 0) > UNTOLD_MIB and card["address"] not in told
+    ]
 
 
 def _card_findings(card: Mapping[str, Any]) -> list[Finding]:
@@ -128,6 +149,18 @@ def check_driver(facts: Facts, wanted: str = "") -> list[Finding]:
                 "read dmesg for NVRM lines, and install the libraries of the loaded module",
             )
         )
+    others = _value(facts, "other_drivers")
+    if others and not loaded:
+        found.append(
+            Finding(
+                "error",
+                "driver",
+                f"{' and '.join(others)} is loaded and holds the cards",
+                "the cards free for the NVIDIA driver",
+                "write `blacklist nouveau` and `options nouveau modeset=0` into /etc/modprobe.d, "
+                "run update-initramfs -u and reboot",
+            )
+        )
     module = _value(facts, "module_installed") or {}
     flavours = {_value(facts, "driver_flavour"), module.get("flavour")}
     open_only = [
@@ -161,7 +194,10 @@ def _pinned_findings(facts: Facts, wanted: str, explained: bool) -> list[Finding
     loaded, installed = _value(facts, "driver_loaded"), _value(facts, "driver_installed")
     module = (_value(facts, "module_installed") or {}).get("version")
     version = (installed if loaded else None) or loaded or installed or module
-    if not wanted or (explained and version in (None, wanted)) or (loaded and version == wanted):
+    there = version or _value(facts, "driver_packages") or _dkms_drivers(facts)
+    if not wanted or (loaded and version == wanted):
+        return []
+    if explained and there and version in (None, wanted):
         return []
     remedy = "install that driver with its open kernel modules and reboot; gpubox installs none"
     if version is None:
@@ -282,14 +318,20 @@ def check_toolkits(facts: Facts, wanted: Collection[str], torch_cuda: str | None
                 "add it to cuda_toolkits_versions",
             )
         )
-    loaded = _value(facts, "driver_loaded")
-    if major == "13" and loaded and _numbers(loaded) < CUDA_13_DRIVER:
+    loaded, highest = _value(facts, "driver_loaded"), _value(facts, "driver_cuda_max")
+    old = bool(major == "13" and loaded and _numbers(loaded) < CUDA_13_DRIVER)
+    if highest and major:
+        old = _numbers(highest)[:1] < _numbers(major)
+    if old:
+        serves = f" and serves CUDA up to {highest}" if highest else ""
         found.append(
             Finding(
                 "error",
                 "driver",
-                f"driver {loaded} is loaded, torch is built for CUDA {torch_cuda}",
-                f"driver {'.'.join(f'{part:02d}' for part in CUDA_13_DRIVER)} or newer",
+                f"driver {loaded} is loaded{serves}, torch is built for CUDA {torch_cuda}",
+                f"driver {'.'.join(f'{part:02d}' for part in CUDA_13_DRIVER)} or newer"
+                if major == "13"
+                else f"a driver that serves CUDA {major}",
                 "install a newer driver and reboot",
             )
         )

@@ -163,23 +163,26 @@ def _choose_cards(
     # "no devices were found" is an answer too, and not the same as none
     answered = isinstance(_value(hardware, "gpus"), list)
     by_address = {row["address"]: row for row in seen}
+    held = _value(hardware, "driver_gpus")
+    taken = {one for one in (held if isinstance(held, list) else []) if isinstance(one, str)}
     cards: list[Mapping[str, Any]] = []
     for device in devices or seen:
         address = device["address"]
-        lost = device.get("revision") == "ff" or (answered and address not in by_address)
-        if lost:
-            reason = "the driver does not reach it" + _said_of(hardware, address)
-            if device.get("revision") == "ff":
-                reason = "it has fallen off the bus (rev ff)"
-            plan.gpus_left_out.append({"address": address, "reason": reason})
-            plan.refuse(
-                f"card {address}: {reason}",
-                f"{len(devices)} cards that answer",
-                "read dmesg for NVRM and Xid lines of that address, then power the box off and on "
-                "(a reboot does not reset the slot); if it comes back, reseat or replace the card",
-            )
+        reason = ""
+        if device.get("revision") == "ff":
+            reason = "it has fallen off the bus (rev ff)"
+        elif answered and address not in by_address:
+            reason = "the driver does not reach it"
+        elif not answered and taken and address not in taken:
+            reason = "the driver has not taken it (/proc/driver/nvidia/gpus)"
+        if reason:
+            _lose(plan, hardware, address, reason, len(devices))
         else:
             cards.append({**device, **by_address.get(address, {})})
+    if devices:
+        on_bus = {device["address"] for device in devices}
+        for address in sorted((taken | set(by_address)) - on_bus):
+            _lose(plan, hardware, address, "the driver has it, the PCI bus not", len(on_bus) + 1)
     if not answered:
         plan.notes.append("memory and kind of the cards wait for the driver (nvidia-smi)")
     expected = _whole(overrides.get("expected_gpus")) or 0
@@ -203,12 +206,31 @@ def _choose_cards(
     return cards
 
 
+def _lose(plan: Plan, hardware: Mapping[str, Any], address: str, reason: str, wanted: int) -> None:
+    """A card that cannot be used, with the words of nvidia-smi and of the kernel about it."""
+    said = _said_of(hardware, address)
+    remedy = (
+        "read dmesg for NVRM and Xid lines of that address, then power the box off and on "
+        "(a reboot does not reset the slot); if it comes back, reseat or replace the card"
+    )
+    if "RmInitAdapter" in said:  # field report D4
+        remedy = (
+            f"switch Above 4G decoding and Resizable BAR on in the firmware; if they are, {remedy}"
+        )
+    plan.gpus_left_out.append({"address": address, "reason": reason + said})
+    plan.refuse(f"card {address}: {reason}{said}", f"{wanted} cards that answer", remedy)
+
+
 def _said_of(hardware: Mapping[str, Any], address: str) -> str:
-    """nvidia-smi's own words about a card, in brackets."""
-    messages = _value(hardware, "nvidia_smi_messages")
-    lines = messages if isinstance(messages, list) else []
-    said = [line for line in lines if isinstance(line, str) and address in line.lower()]
-    return f" ({'; '.join(said)})" if said else ""
+    """What is said about a card, in brackets; Xid lines leave the function out."""
+    slot = address.partition(".")[0]
+    said = []
+    for name in ("nvidia_smi_messages", "kernel_messages"):
+        messages = _value(hardware, name)
+        lines = messages if isinstance(messages, list) else []
+        of_it = [line for line in lines if isinstance(line, str) and slot in line.lower()]
+        said += of_it[-2:]
+    return f" ({'; '.join(said)})" if slot and said else ""
 
 
 def _check_kinds(
