@@ -186,6 +186,21 @@ def test_memory_that_no_process_is_told_to_hold() -> None:
     assert check_cards(box(gpus=gpus), {4711}) == []  # our own server, seen from a container
 
 
+def test_the_fabric_manager_goes_with_nvswitches() -> None:
+    manager = {"package": "nvidia-fabricmanager-590", "version": "590.48.01-1"}
+    packages = box()["driver_packages"]["value"]
+    both = [*packages, manager]
+    switches = [{"address": "0000:05:00.0"}]
+    assert check_driver(box(nvswitch_devices=[])) == []
+    assert check_driver(box(nvswitch_devices=switches, driver_packages=both)) == []
+    assert check_driver(box(nvswitch_devices=None, driver_packages=both)) == []
+    (finding,) = check_driver(box(nvswitch_devices=[], driver_packages=both))
+    assert finding.severity == "warning"
+    assert finding.remedy == "apt purge nvidia-fabricmanager-590"
+    (finding,) = check_driver(box(nvswitch_devices=switches))
+    assert finding.measured == "1 NVSwitches, and no package of the fabric manager"
+
+
 def test_another_driver_that_holds_the_cards() -> None:
     (finding,) = check_driver(without_driver(other_drivers=["nouveau"]))
     assert finding.measured == "nouveau is loaded and holds the cards"

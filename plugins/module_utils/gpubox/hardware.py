@@ -65,6 +65,7 @@ DRIVER_PATTERNS = (
     "linux-modules-nvidia-*",
     "nvidia-dkms*",
     "nvidia-driver*",
+    "nvidia-fabricmanager*",
     "nvidia-headless*",
     "nvidia-kernel-*",
     "nvidia-open*",

@@ -179,8 +179,28 @@ def check_driver(facts: Facts, wanted: str = "") -> list[Finding]:
                 "install the driver package whose name ends in -open",
             )
         )
+    found += _fabric_findings(facts)
     found += _kernel_findings(facts) + _secure_boot_findings(facts, module)
     return found + _pinned_findings(facts, wanted, any(one.severity == "error" for one in found))
+
+
+def _fabric_findings(facts: Facts) -> list[Finding]:
+    """The fabric manager goes with NVSwitches, and with nothing else (field report D10)."""
+    switches, packages = _value(facts, "nvswitch_devices"), _value(facts, "driver_packages")
+    if switches is None or not packages:
+        return []
+    names = [one["package"] for one in packages]
+    there = [name for name in names if name.startswith("nvidia-fabricmanager")]
+    if bool(there) == bool(switches):
+        return []
+    if there:
+        measured = f"{', '.join(there)} is installed, and the box has no NVSwitch"
+        wanted, remedy = "no fabric manager: its unit fails here", f"apt purge {' '.join(there)}"
+    else:
+        measured = f"{len(switches)} NVSwitches, and no package of the fabric manager"
+        wanted = "the fabric manager: without it CUDA does not start on these cards"
+        remedy = "install nvidia-fabricmanager in the version of the driver"
+    return [Finding("warning", "driver", measured, wanted, remedy)]
 
 
 def _pinned_findings(facts: Facts, wanted: str, explained: bool) -> list[Finding]:
