@@ -53,7 +53,8 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
             age = time.monotonic() - self._began
             if self._name and age >= interval:
                 line = f"    … {self._name}: {elapsed(age)} so far"
-                self._display.display(line, color="bright gray")
+                # for people; what the play itself says may be read by a program
+                self._display.display(line, color="bright gray", stderr=True)
 
     def _begin(self, name: str) -> None:
         self._name, self._began = name, time.monotonic()

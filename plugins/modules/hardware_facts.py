@@ -57,7 +57,9 @@ hardware:
       ecc_current, ecc_pending, mig_current and mig_pending (enabled or disabled) of what nvidia-smi
       sees; null where it does not say. C(nvidia_smi_messages) is what it says besides,
       C(driver_gpus) the addresses that the loaded module has.
-    - C(gpu_processes) lists address, pid, name and memory_used_mib of what holds memory of a card;
+    - C(gpu_processes) lists address, pid, kind (C, G or C+G, for compute and graphics), name and
+      memory_used_mib of what holds memory of a card; C(driver_cuda_max) is the highest CUDA version
+      that the loaded driver serves (no toolkit);
       C(gpu_links) maps address to address to class (nvlink, pcie_switch, pcie_socket or
       pcie_cross_socket).
     - C(kernel_boot) is the newest kernel in /boot, C(dkms) lists module, version, kernel and state,
@@ -66,6 +68,8 @@ hardware:
     - C(driver_loaded) and C(driver_flavour) (open or proprietary) are of the loaded module,
       C(driver_installed) is the version of the installed libraries, C(driver_packages) all packages
       of the driver.
+    - C(kernel_messages) are the driver's last lines in the kernel's log, C(other_drivers) the
+      loaded modules that take the cards from it (nouveau, nvidiafb).
     - C(kernel_running), C(architecture), C(os_release) (its assignments).
     - C(cpu_count), C(memory_total_bytes) and C(memory_available_bytes) are within the limits of the
       control groups, C(control_groups) is their version, memory_bytes and cpus (null for no limit).

@@ -45,14 +45,15 @@ from ansible.module_utils.gpubox.errors import GpuboxError
 from ansible.module_utils.gpubox.gguf import Header, read_header
 from ansible.module_utils.gpubox.gguf_merge import shard_paths
 from ansible.module_utils.gpubox.model_facts import model_facts, read_config
+from ansible.module_utils.gpubox.walk import is_file
 
 
 def read_model(source: str, model: Path) -> dict[str, Any] | None:
     """Facts of the merged file or of the set of ``source``, None when there is neither."""
-    file = model if model.is_file() else Path(source)
+    file = model if is_file(model) else Path(source)
     headers: list[Header] = []
     try:
-        headers = [read_header(path) for path in shard_paths(file)] if file.is_file() else []
+        headers = [read_header(path) for path in shard_paths(file)] if is_file(file) else []
     except (GpuboxError, OSError):
         headers = []  # a set with a fault has no known sums
     config, fault = read_config(*([Path(source).parent] if source else []), model.parent)

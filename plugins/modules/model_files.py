@@ -75,7 +75,6 @@ from ansible.module_utils.gpubox.gguf_merge import (
     combined,
     known_result,
     shard_paths,
-    takes_from_shards,
 )
 from ansible.module_utils.gpubox.release import digest
 
@@ -138,10 +137,7 @@ def bring(given: dict[str, Any], check_mode: bool) -> list[str]:
             return []
         if check_mode:
             return []
-    settled = merged is not None and (
-        takes_from_shards(merged)  # the merge in place is gone on with; its shards have holes
-        or (remote and mirror.is_merged(merged, mirror.read_record(record)))
-    )
+    settled = merged is not None and mirror.settled(merged, mirror.read_record(record), remote)
     wanted = [one for one in mirror.manifest(given["files"]) if not (settled and one.name in names)]
     faults = verify(wanted, shard.parent, record, check_mode)
     missing = [one for one in wanted if one.name in faults]

@@ -19,6 +19,10 @@ options:
     type: str
     choices: [cpu, cuda]
     required: true
+  driver:
+    description: Version of the NVIDIA driver that must be loaded; empty for any.
+    type: str
+    default: ""
   toolkits:
     description: CUDA toolkits that must be there.
     type: list
@@ -60,6 +64,11 @@ options:
     type: list
     elements: str
     default: []
+  packages:
+    description: System packages that will be installed.
+    type: list
+    elements: str
+    default: []
   user: {description: Name of the service user., type: str, required: true}
   unit: {description: Name of our unit., type: str, required: true}
   port: {description: TCP port of the service., type: int, required: true}
@@ -81,6 +90,7 @@ EXAMPLES = r"""
     device: cuda
     stack: glm5-cu130
     stack_device: cuda
+    driver: 590.48.01
     toolkits: ["13.1", "13.0"]
     torch_cuda: "13.0"
     environment: /opt/gpubox/environments/0123456789abcdef
@@ -117,8 +127,14 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpubox import preflight
 from ansible.module_utils.gpubox.errors import GpuboxError
 from ansible.module_utils.gpubox.gguf import Header
-from ansible.module_utils.gpubox.gguf_merge import Method, bytes_besides, read_set, shard_paths
-from ansible.module_utils.gpubox.mirror import is_merged, read_record
+from ansible.module_utils.gpubox.gguf_merge import (
+    Method,
+    bytes_besides,
+    bytes_held,
+    read_set,
+    shard_paths,
+)
+from ansible.module_utils.gpubox.mirror import read_record, settled
 from ansible.module_utils.gpubox.model_facts import read_config
 from ansible.module_utils.gpubox.preflight_cards import (
     check_cards,
@@ -127,6 +143,7 @@ from ansible.module_utils.gpubox.preflight_cards import (
 )
 from ansible.module_utils.gpubox.preflight_places import (
     check_mounts,
+    check_reach,
     check_shared_memory,
     check_space,
     check_walk,
@@ -134,24 +151,22 @@ from ansible.module_utils.gpubox.preflight_places import (
 from ansible.module_utils.gpubox.readiness import port_listeners
 from ansible.module_utils.gpubox.release import write_atomically
 from ansible.module_utils.gpubox.units import unit_properties
-from ansible.module_utils.gpubox.walk import account_of, first_denied, hidden
-
-
-def shard_bytes(source: Path) -> int:
-    """Bytes of the set that ``source`` is a shard of, 0 when it is not there."""
-    if not source.parent.is_dir():
-        return 0
-    stem, separator, count = source.name.rpartition("-of-")
-    if not separator:
-        return source.stat().st_size if source.is_file() else 0
-    pattern = f"{stem.rpartition('-')[0]}-*-of-{count}"
-    return sum(path.stat().st_size for path in source.parent.iterdir() if path.match(pattern))
+from ansible.module_utils.gpubox.walk import (
+    account_of,
+    first_denied,
+    hidden,
+    is_directory,
+    is_file,
+    sizes,
+    status_of,
+    unreachable,
+)
 
 
 def space_needs(given: dict[str, Any], source: Path | None) -> list[tuple[str, str, int]]:
     """Purpose, path and bytes of everything that the run will write."""
     environment, model = Path(given["environment"]), Path(given["model"])
-    built = (environment / "environment.json").is_file()
+    built = is_file(environment / "environment.json")
     needs = [
         (
             "environment",
@@ -166,15 +181,15 @@ def space_needs(given: dict[str, Any], source: Path | None) -> list[tuple[str, s
     except GpuboxError:
         return needs  # a name that is none is told with the headers
     fetch = given["fetch_bytes"]
-    if fetch and is_merged(model, read_record(Path(given["record"]))):
+    if settled(model, read_record(Path(given["record"])), remote=fetch > 0):
         fetch = 0
-    there = 0
-    if fetch and source.parent.is_dir():
-        there = sum(path.stat().st_size for path in source.parent.iterdir() if path.is_file())
-    needs.append(("shards", str(source), max(fetch - there, 0)))
-    if model not in shards and (fetch or not model.exists()):
-        merged = bytes_besides(Method(given["merge_method"]), fetch or shard_bytes(source))
-        needs.append(("merged model", str(model), merged))
+    there = sizes(source.parent)
+    needs.append(("shards", str(source), max(fetch - sum(there.values()), 0) if fetch else 0))
+    if model not in shards and (fetch or status_of(model) is None):
+        method = Method(given["merge_method"])
+        size = fetch or sum(there.get(path.name, 0) for path in shards)
+        left = max(bytes_besides(method, size) - bytes_held(method, model, shards), 0)
+        needs.append(("merged model", str(model), left))
     return needs
 
 
@@ -212,7 +227,7 @@ def processes_of(root: Path, group: str) -> set[int]:
 def no_directories(*paths: Path) -> list[str]:
     """Those of the paths or of their parents that are there and are no directory."""
     found = {one for path in paths for one in (path, *path.parents)}
-    return sorted(str(one) for one in found if os.path.lexists(one) and not one.is_dir())
+    return sorted(str(one) for one in found if os.path.lexists(one) and not is_directory(one))
 
 
 def collect(module: AnsibleModule) -> list[preflight.Finding]:
@@ -221,10 +236,6 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
     root, model = Path(given["root"]), Path(given["model"])
     source = Path(given["model_source"]) if given["model_source"] else None
     facts = {name: fact.get("value") for name, fact in given["hardware"].items()}
-    try:
-        init = (root / "proc/1/comm").read_text(encoding="utf-8").strip()
-    except OSError:
-        init = ""
     output = ""
     if module.get_bin_path("systemctl"):
         command = [
@@ -243,14 +254,15 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
 
     environment = Path(given["environment"])
     interpreter = environment / "venv/bin/python"
-    source_exists = source is not None and source.is_file()
+    source_exists = source is not None and is_file(source)
+    model_exists = status_of(model) is not None
     to_fetch = given["fetch_bytes"]
     places = facts.get("paths") or {}
     ways = {interpreter: os.X_OK, model: os.R_OK}
     unseen = {str(path): where for path in ways if (where := hidden(path))}
     # headers only: of what is served, or of what it will be made of
     headers, faults = [], []
-    if model.exists():
+    if model_exists:
         headers, faults = read_headers(model)
     elif source is not None and source_exists:
         headers, faults = read_headers(source)
@@ -261,15 +273,19 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
     missing = [
         name
         for name in given["companions"]
-        if not any((folder / name).is_file() for folder in [*folders, model.parent])
+        if not any(is_file(folder / name) for folder in [*folders, model.parent])
     ]
     fragment = state.get("FragmentPath")
     unit_text = text_of(Path(fragment)) if fragment else None
     return [
-        *preflight.check_host(init, facts.get("os_release"), facts.get("architecture")),
+        *preflight.check_host(
+            (text_of(root / "proc/1/comm") or "").strip(),
+            facts.get("os_release"),
+            facts.get("architecture"),
+        ),
         *preflight.check_device(given["stack"], given["stack_device"], given["device"]),
         *check_cards(given["hardware"], processes_of(root, state.get("ControlGroup", ""))),
-        *check_driver(given["hardware"]),
+        *check_driver(given["hardware"], given["driver"]),
         *check_toolkits(given["hardware"], given["toolkits"], given["torch_cuda"]),
         *preflight.check_model(
             config,
@@ -282,10 +298,16 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
             config,
             [str(gpu.get("compute_capability")) for gpu in facts.get("gpus") or []],
         ),
+        *preflight.check_numa_bind(
+            given["options"],
+            module.get_bin_path("numactl") is not None
+            or "numactl" in {name.partition("=")[0] for name in given["packages"]},
+        ),
         *preflight.check_header(
             config,
             {name: entry.integer for header in headers for name, entry in header.keys.items()},
         ),
+        *check_reach(unreachable([environment, model, *([source] if source is not None else [])])),
         *check_space(space_needs(given, source), places),
         *check_mounts(
             [
@@ -302,7 +324,7 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
             unseen,
         ),
         *preflight.check_source(
-            str(source or ""), source_exists or to_fetch > 0, str(model), model.exists()
+            str(source or ""), source_exists or to_fetch > 0, str(model), model_exists
         ),
         *preflight.check_shards([*faults, *([config_fault] if config_fault else [])]),
         *preflight.check_tensors(
@@ -312,7 +334,7 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
             config,
         ),
         *preflight.check_companions(
-            missing if not to_fetch and (source_exists or model.exists()) else [],
+            missing if not to_fetch and (source_exists or model_exists) else [],
             [str(folder) for folder in dict.fromkeys([*folders, model.parent])],
         ),
         *preflight.check_directories(no_directories(environment, model.parent)),
@@ -343,6 +365,7 @@ def main() -> None:
             "device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
             "stack": {"type": "str", "required": True},
             "stack_device": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
+            "driver": {"type": "str", "default": ""},
             "toolkits": {"type": "list", "elements": "str", "default": []},
             "torch_cuda": {"type": "str", "default": ""},
             "environment": {"type": "path", "required": True},
@@ -363,6 +386,7 @@ def main() -> None:
             "record": {"type": "path", "required": True},
             "model": {"type": "path", "required": True},
             "companions": {"type": "list", "elements": "str", "default": []},
+            "packages": {"type": "list", "elements": "str", "default": []},
             "user": {"type": "str", "required": True},
             "unit": {"type": "str", "required": True},
             "port": {"type": "int", "required": True},
@@ -371,9 +395,15 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    verdict = preflight.verdict(collect(module))
+    findings = collect(module)
+    verdict = preflight.verdict(findings)
     if module.params["report"] and not module.check_mode:
-        write_report(Path(module.params["report"]), module.params["stack"], verdict)
+        try:
+            write_report(Path(module.params["report"]), module.params["stack"], verdict)
+        except OSError as error:  # the verdict itself is not lost for that
+            verdict = preflight.verdict(
+                [*findings, preflight.unwritten_report(module.params["report"], error)]
+            )
     module.exit_json(changed=False, **verdict)
 
 

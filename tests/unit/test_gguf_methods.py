@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -19,8 +20,8 @@ import numpy as np
 import pytest
 from gpubox.errors import GpuboxError
 from gpubox.gguf import read_header
-from gpubox.gguf_merge import Method, Options, copy, digest, merge, system
-from gpubox.gguf_merge.destination import pieces
+from gpubox.gguf_merge import Method, Options, bytes_held, copy, digest, merge, system
+from gpubox.gguf_merge.destination import Space, pieces
 from gpubox.gguf_merge.files import journal_path, manifest_path, partial_path
 from gpubox.gguf_merge.plan import make_shared_plan
 from gpubox.gguf_merge.progress import Rate
@@ -283,6 +284,53 @@ def test_in_place_needs_the_space_of_one_epoch(tmp_path: Path, dest: Path) -> No
     assert dest.read_bytes() == shards.merged
     assert spaces[0].needed == epoch
     assert max(held) <= before + epoch + (1 << 16)
+
+
+@pytest.mark.parametrize("call", ["preallocate", "punch", "write", "rename"])
+@pytest.mark.parametrize("times", range(0, 12, 3))
+def test_what_an_interrupted_merge_in_place_holds_twice_counts_as_free(
+    tmp_path: Path, dest: Path, call: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = TensorData("big.weight", (256, 20_000), TYPE_Q4_K)  # 2.88 MB
+    shards = shard_set(tmp_path / "shards", (1,), (big, replace(big, name="big2.weight")))
+    real, left, epoch = getattr(system, call), [times], 1 << 20
+
+    def stopped(*given: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    def on_disk() -> int:
+        files = [partial_path(dest), *shards.paths]
+        return sum(path.stat().st_blocks * 512 for path in files if path.exists())
+
+    def held() -> int:
+        return bytes_held(Method.IN_PLACE, dest, shards.paths)
+
+    before = on_disk()
+    assert held() == 0
+    options = replace(IN_PLACE, epoch=epoch)
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(system, call, stopped)
+        merge(shards.paths[0], dest, options=options)
+    if not dest.exists():
+        # as much is free as when the merge began, but for the ends of pages
+        assert abs(on_disk() - held() - before) <= 1 << 16
+        assert held() <= epoch + (1 << 16)
+    spaces: list[Space] = []
+    merge(shards.paths[0], dest, options=replace(options, notice=spaces.append))
+    assert dest.read_bytes() == shards.merged
+
+
+def test_what_an_interrupted_copy_holds_counts_as_free(good: ShardSet, dest: Path) -> None:
+    assert bytes_held(Method.COPY, dest, good.paths) == 0
+    partial_path(dest).write_bytes(bytes(5 * 4096))
+    link = dest.with_name("link.gguf")
+    link.symlink_to(dest)
+    for path in (dest, link):
+        assert bytes_held(Method.COPY, path, good.paths) == 5 * 4096
+        assert bytes_held(Method.REFLINK, path, good.paths) == 0
 
 
 def test_a_fresh_set_of_the_same_names_is_merged_again(good: ShardSet, dest: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -23,18 +23,20 @@ from gpubox.hardware import (
     normalize_address,
     nvidia_gpus,
     nvswitches,
-    parse_applications,
     parse_cpu_max,
     parse_dkms,
     parse_driver,
+    parse_kernel_log,
     parse_limit,
     parse_lspci,
     parse_meminfo,
     parse_modinfo,
+    parse_modules,
     parse_os_release,
     parse_packages,
     parse_secure_boot,
     parse_smi,
+    parse_smi_xml,
     parse_statistics,
     parse_status_cpus,
     parse_topology,
@@ -48,7 +50,7 @@ from gpubox.machine import (
     parse_node_memory,
     parse_toolkit,
 )
-from gpubox.probe import Output, run_command, strip_ansi
+from gpubox.probe import Output, read_text, run_command, strip_ansi
 from gpubox.storage import mount_of, parse_findmnt, parse_xfs_info
 from hypothesis import given
 from hypothesis import strategies as st
@@ -316,25 +318,55 @@ def test_a_driver_that_does_not_know_a_field_is_asked_for_less(
     assert facts["gpus"]["value"][0]["mig_current"] is None
 
 
-APPLICATIONS = "gpu_bus_id, pid, process_name, used_gpu_memory [MiB]\n"
+LOG = """<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v13.dtd">
+<nvidia_smi_log>
+\t<cuda_version>13.1</cuda_version>
+\t<attached_gpus>2</attached_gpus>
+{cards}
+</nvidia_smi_log>
+"""
+
+
+def log_card(bus: str, *processes: tuple[str, str, str, str]) -> str:
+    names = ("pid", "type", "process_name", "used_memory")
+    told = [
+        "".join(f"<{name}>{text}</{name}>" for name, text in zip(names, one, strict=True))
+        for one in processes
+    ]
+    inner = "".join(f"<process_info>{one}</process_info>" for one in told)
+    return f'<gpu id="00000000:{bus}:00.0"><processes>{inner}</processes></gpu>'
 
 
 def test_processes_that_hold_memory() -> None:
-    rows = (
-        "00000000:D8:00.0, 4711, /opt/gpubox/environments/x/venv/bin/python3, 90110 MiB\n"
-        "00000000:16:00.0, 12, [Not Found], [N/A]\n"
-        "garbage\n"
-    )
-    assert parse_applications(APPLICATIONS) == []
-    assert parse_applications(APPLICATIONS + rows) == [
-        {"address": "0000:16:00.0", "pid": 12, "name": None, "memory_used_mib": None},
-        {
-            "address": "0000:d8:00.0",
-            "pid": 4711,
-            "name": "/opt/gpubox/environments/x/venv/bin/python3",
-            "memory_used_mib": 90110,
-        },
+    python = "/opt/gpubox/environments/x/venv/bin/python3"
+    cards = log_card("D8", ("4711", "C", python, "90110 MiB"), ("x", "C", "odd", "1 MiB"))
+    cards += log_card("16", ("12", "C+G", "[Not Found]", "N/A"), ("7", "G", "/a &amp; b", "4 MiB"))
+    text = LOG.format(cards=cards)
+    assert parse_smi_xml(LOG.format(cards="")) == ("13.1", [])
+    names = ("address", "pid", "kind", "name", "memory_used_mib")
+    found = parse_smi_xml(text)
+    assert found is not None
+    assert [tuple(one[name] for name in names) for one in found[1]] == [
+        ("0000:16:00.0", 7, "G", "/a & b", 4),
+        ("0000:16:00.0", 12, "C+G", None, None),
+        ("0000:d8:00.0", 4711, "C", python, 90110),
     ]
+    # a lost card is named before the document, and colours are met
+    assert parse_smi_xml(f"Unable to determine the device handle for GPU5\n{text}\n") == found
+    bomb = '<!DOCTYPE x [<!ENTITY a "aaaa">]>' + text.partition("\n")[2].partition("\n")[2]
+    assert parse_smi_xml(bomb) == found
+    for broken in ("", text[:-30], text.replace("</gpu>", ""), text.replace("12", "&a;")):
+        assert parse_smi_xml(broken) is None
+
+
+def test_the_kernels_words_and_other_drivers() -> None:
+    log = "[  1.5] NVRM: GPU 0000:ac:00.0: RmInitAdapter failed!\n[  1.6] usb 1-1: new\n"
+    assert parse_kernel_log(log) == ["GPU 0000:ac:00.0: RmInitAdapter failed!"]
+    assert len(parse_kernel_log(log * 1000)) == 64
+    modules_ = "nouveau 3096576 0 - Live 0x0\nmxm_wmi 12288 1 nouveau, Live 0x0\n"
+    assert parse_modules(modules_) == ["nouveau"]
+    assert parse_modules("nvidia 14442496 3 nouveau, Live 0x0\n") == []
 
 
 def topology(count: int, cell: Callable[[int, int], str] | None = None) -> str:
@@ -653,6 +685,17 @@ def test_the_mount_of_a_path_is_the_one_that_is_seen() -> None:
         assert parse_findmnt(wrong) is None
 
 
+@given(st.lists(st.text(max_size=300), max_size=3))
+def test_any_path_is_taken(names: list[str]) -> None:
+    mounts = '{"filesystems": [{"target": "/", "source": "/dev/sda1", "fstype": "ext4"}]}'
+    wanted = [f"/{name}" for name in names]
+    found = storage.paths(Path("/"), lambda _: Output(stdout=mounts), wanted)["paths"].value
+    assert set(found) <= {str(PurePosixPath(path)) for path in wanted}
+    for path in wanted:
+        assert storage.read_speeds(Path("/"), [path + "\0"])["read_speeds"].value is None
+        assert read_text(Path(path + "\0"))[0] is None
+
+
 def test_a_partition_turns_as_its_disk_does(tmp_path: Path) -> None:
     disk = tmp_path / "sys/devices/sda"
     (disk / "queue").mkdir(parents=True)
@@ -724,7 +767,9 @@ PARSERS: list[Callable[[str], Any]] = [
     parse_limit,
     parse_cpu_max,
     parse_statistics,
-    parse_applications,
+    parse_smi_xml,
+    parse_kernel_log,
+    parse_modules,
     parse_dkms,
     parse_modinfo,
     parse_secure_boot,
@@ -740,7 +785,8 @@ REAL += [
     text for answers in boxes.read("no-driver").commands.values() for _, text in answers.values()
 ]
 REAL += [full_smi(["16"]), topology(2), DKMS, MODINFO]
-REAL += [f"{APPLICATIONS}00000000:16:00.0, 12, x, 4 MiB\n"]
+REAL += [boxes.read("reference-2").commands["nvidia-smi"]["-q -x"][1]]
+REAL += [LOG.format(cards=log_card("16", ("12", "C", "x", "4 MiB")))]
 
 
 @st.composite
@@ -782,6 +828,7 @@ NAMES = {
     "paths",
     "read_speeds",
     "cpu_count",
+    "driver_cuda_max",
     "driver_flavour",
     "driver_gpus",
     "driver_installed",
@@ -790,6 +837,8 @@ NAMES = {
     "dkms",
     "gpu_links",
     "gpu_processes",
+    "kernel_messages",
+    "other_drivers",
     "gpus",
     "kernel_boot",
     "kernel_running",
@@ -861,6 +910,9 @@ def test_reference_box(
     assert values["driver_flavour"] == "open"
     assert values["gpus"][0]["pcie_generation_max"] == 5
     assert values["gpu_processes"] == []
+    assert values["driver_cuda_max"] == "13.1"
+    assert values["other_drivers"] == []
+    assert [line[:14] for line in values["kernel_messages"]] == ["loading NVIDIA"]
     assert values["kernel_boot"] == "6.14.0-37-generic"
     assert [module["kernel"] for module in values["dkms"]] == ["6.14.0-37-generic"]
     assert values["module_installed"]["version"] == "590.48.01"
@@ -921,6 +973,7 @@ def test_card_off_the_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(facts["gpus"]["value"]) == 7
     lost = "Unable to determine the device handle for GPU5: 0000:AC:00.0: Unknown Error"
     assert facts["nvidia_smi_messages"]["value"] == [lost]
+    assert "GPU has fallen off the bus." in facts["kernel_messages"]["value"][-1]
 
 
 def test_cards_without_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -935,6 +988,7 @@ def test_cards_without_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert facts["acs_redirecting"]["value"][0] == "0000:15:01.0"
     assert facts["cuda_toolkits"]["value"] == []
     assert facts["secure_boot"]["value"] is True
+    assert facts["other_drivers"]["value"] == ["nouveau"]
 
 
 def test_container_without_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -981,6 +1035,8 @@ def test_other_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("disabled", "enabled"),
     ]
     facts = Recorded(tmp_path, "workstation-1").facts(monkeypatch, paths=["/home/x"])
+    (drawing,) = facts["gpu_processes"]["value"]
+    assert (drawing["kind"], drawing["name"]) == ("G", "/usr/bin/gnome-shell")
     assert facts["paths"]["value"]["/home/x"]["reflink"] is True
     assert facts["nvidia_devices"]["value"][0]["numa_node"] is None
 

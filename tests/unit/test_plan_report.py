@@ -20,21 +20,17 @@ def planned(cards: int, memory: int, stack: str = "a", **overrides: Any) -> dict
 
 def test_columns_are_aligned() -> None:
     lines = table(planned(8, 432))
-    assert "GPUs                    8" in lines
-    assert "tensor_parallel_size    8" in lines
-    assert "RAM                     432.0 GiB" in lines
+    assert "GPUs                     8" in lines
+    assert "tensor_parallel_size     8" in lines
+    assert "RAM                      432 GiB" in lines
 
 
 def test_from_two_cards_to_eight() -> None:
     before, after = planned(2, 288), planned(8, 432)
-    changed = differences(before, after)
-    for line in (
-        "GPUs 2 → 8",
-        "RAM 288.0 GiB → 432.0 GiB",
-        "MAX_JOBS 12 → 18",
-        "tensor_parallel_size 2 → 8",
-    ):
-        assert line in changed
+    changed = "; ".join(differences(before, after))
+    start = "2 → 8 GPUs; RAM 288 → 432 GiB; MAX_JOBS 12 → 18; tensor_parallel_size 2 → 8; "
+    assert changed.startswith(start)
+    assert "weights per GPU 186.3 → 49.4 GiB" in changed
     assert redone(before, after) == {
         "environment": False,
         "flash-attn": False,
@@ -105,7 +101,7 @@ def test_a_plan_of_an_older_version_is_compared_with() -> None:
     old = planned(8, 432)
     del old["numa"], old["limits"]
     changed = differences(old, planned(8, 432))
-    assert changed == ["start limit (s) unknown → 3612"]
+    assert changed == ["start limit unknown → 3612 s"]
     assert redone(old, planned(8, 432))["restart"]
 
 
@@ -113,3 +109,28 @@ def test_the_cpus_of_the_unit_are_part_of_the_plan() -> None:
     bound = planned(2, 288) | {"numa": {"nodes": [0, 0], "node": 0, "cpus": "0-31"}}
     assert "CPUs of the unit 0-31 → all" in differences(bound, planned(2, 288))
     assert redone(bound, planned(2, 288))["unit"]
+
+
+def test_the_nodes_that_ranks_are_bound_to_are_part_of_the_plan() -> None:
+    before, after = planned(8, 432), planned(8, 432, options={"numa_bind": True})
+    for plans in (after, after | {"numa": {"by_rank": True}}):
+        assert redone(before, plans)["restart"]
+    assert differences(before, after) == ["NUMA nodes of the ranks not bound → 0 0 0 0 1 1 1 1"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        (287.2, 432, "RAM 287.2 → 432 GiB"),
+        (None, 432, "RAM unknown → 432 GiB"),
+        (432, None, "RAM 432 GiB → unknown"),
+    ],
+)
+def test_a_unit_that_both_have_is_said_once(
+    before: float | None, after: float | None, line: str
+) -> None:
+    plans = [
+        planned(8, 432) | {"box": {"memory_total_bytes": size and int(size * GIB)}}
+        for size in (before, after)
+    ]
+    assert line in differences(*plans)

@@ -94,6 +94,13 @@ def test_options_that_no_backend_of_these_cards_takes(
     assert preflight.check_options(options, None, []) == []
 
 
+def test_binding_ranks_needs_numactl() -> None:
+    (finding,) = preflight.check_numa_bind({"numa-bind": True}, False)
+    assert "python_env_extra_packages" in finding.remedy
+    assert preflight.check_numa_bind({"numa_bind": True}, True) == []
+    assert preflight.check_numa_bind({"numa_bind": False}, False) == []
+
+
 def test_the_kernel_of_these_cards_knows_one_index_topk() -> None:
     assert preflight.check_options({}, {"index_topk": 2048}, ["12.0"]) == []
     (finding,) = preflight.check_options({}, {"index_topk": 1024}, ["12.0"])

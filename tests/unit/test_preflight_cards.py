@@ -72,18 +72,65 @@ def test_the_reference_box_passes() -> None:
     assert check_driver(box()) == []
 
 
-def test_a_box_without_cards_or_without_a_driver_passes() -> None:
-    assert check_driver(box(nvidia_devices=[])) == []
-    bare = box(
-        gpus=None,
-        driver_loaded=None,
-        driver_flavour=None,
-        driver_installed=None,
-        driver_packages=[],
-        module_installed=None,
-    )
-    assert check_driver(bare) == []
-    assert check_cards(bare) == []
+def without_driver(**changed: Any) -> dict[str, dict[str, Any]]:
+    names = ("gpus", "driver_loaded", "driver_flavour", "driver_installed", "module_installed")
+    return box(**{**dict.fromkeys(names), "driver_packages": [], "dkms": [], **changed})
+
+
+def test_a_box_without_cards_needs_no_driver() -> None:
+    assert check_driver(box(nvidia_devices=[]), "590.48.01") == []
+    assert check_driver(without_driver()) == []
+    assert check_cards(without_driver()) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (box(), []),
+        (without_driver(), ["no NVIDIA driver is loaded (not told)"]),
+        (
+            without_driver(driver_loaded="580.95.05", driver_installed="580.95.05", gpus=[]),
+            ["driver 580.95.05 is loaded"],
+        ),
+        (without_driver(driver_installed="580.95.05"), ["driver 580.95.05 is installed"]),
+        (
+            without_driver(driver_installed="590.48.01"),
+            ["driver 590.48.01 is installed and not loaded"],
+        ),
+        # installed by NVIDIA's own installer: no package knows it
+        (
+            without_driver(module_installed={"version": "580.1.2", "flavour": "open"}),
+            ["driver 580.1.2 is installed"],
+        ),
+        # after the reboot that the first finding asks for, all is well; or it is not
+        (
+            box(driver_loaded="590.44.01"),
+            ["kernel module 590.44.01 is loaded, libraries 590.48.01 are installed"],
+        ),
+        (
+            box(driver_installed="595.10.01"),
+            [
+                "kernel module 590.48.01 is loaded, libraries 595.10.01 are installed",
+                "driver 595.10.01 is installed",
+            ],
+        ),
+        # why it is not loaded is told already
+        (
+            box(driver_loaded=None, gpus=None, kernel_running="6.14.0-38-generic"),
+            [f"kernel 6.14.0-38-generic runs; there are NVIDIA modules for {KERNEL} only"],
+        ),
+    ],
+)
+def test_another_driver_than_the_pinned_one(
+    facts: dict[str, dict[str, Any]], expected: list[str]
+) -> None:
+    found = check_driver(facts, "590.48.01")
+    assert said(found) == [("error", text) for text in expected]
+    assert check_driver(facts) == [one for one in found if not one.wanted.startswith("driver 590")]
+    for one in found:
+        if one.measured == "driver 580.95.05 is loaded":
+            assert one.wanted == "driver 590.48.01 is loaded"
+            assert "or set nvidia_driver_version: 580.95.05" in one.remedy
 
 
 def test_the_order_of_cards_changes_nothing() -> None:
@@ -123,6 +170,43 @@ def test_a_process_on_a_card_is_named_unless_it_is_ours() -> None:
     unnamed = {**process, "name": None, "memory_used_mib": None}
     (finding,) = check_cards(box(gpu_processes=[unnamed]))
     assert "holds memory of" in finding.measured
+    assert finding.severity == "error"
+    (finding,) = check_cards(box(gpu_processes=[{**process, "kind": "G"}]))
+    assert finding.severity == "warning"
+
+
+def test_memory_that_no_process_is_told_to_hold() -> None:
+    gpus = [card(address, memory_used_mib=4) for address in ADDRESSES]
+    assert check_cards(box(gpus=gpus)) == []
+    gpus[1]["memory_used_mib"] = 9000
+    for processes in ([], None):
+        (finding,) = check_cards(box(gpus=gpus, gpu_processes=processes))
+        assert (finding.severity, finding.check) == ("warning", "memory")
+        assert finding.measured.startswith("card 0000:27:00.0: 9000 MiB are in use, by no process")
+    assert check_cards(box(gpus=gpus), {4711}) == []  # our own server, seen from a container
+
+
+def test_the_fabric_manager_goes_with_nvswitches() -> None:
+    manager = {"package": "nvidia-fabricmanager-590", "version": "590.48.01-1"}
+    packages = box()["driver_packages"]["value"]
+    both = [*packages, manager]
+    switches = [{"address": "0000:05:00.0"}]
+    assert check_driver(box(nvswitch_devices=[])) == []
+    assert check_driver(box(nvswitch_devices=switches, driver_packages=both)) == []
+    assert check_driver(box(nvswitch_devices=None, driver_packages=both)) == []
+    (finding,) = check_driver(box(nvswitch_devices=[], driver_packages=both))
+    assert finding.severity == "warning"
+    assert finding.remedy == "apt purge nvidia-fabricmanager-590"
+    (finding,) = check_driver(box(nvswitch_devices=switches))
+    assert finding.measured == "1 NVSwitches, and no package of the fabric manager"
+
+
+def test_another_driver_that_holds_the_cards() -> None:
+    (finding,) = check_driver(without_driver(other_drivers=["nouveau"]))
+    assert finding.measured == "nouveau is loaded and holds the cards"
+    both = check_driver(without_driver(other_drivers=["nouveau"]), "590.48.01")
+    assert [one.measured for one in both][1:] == ["no NVIDIA driver is loaded (not told)"]
+    assert check_driver(box(other_drivers=["nouveau"]), "590.48.01") == []
 
 
 @pytest.mark.parametrize(
@@ -215,7 +299,8 @@ def test_toolkits() -> None:
     assert "cuda-toolkit-13-1 (never" in missing.remedy
     (other,) = check_toolkits(facts, ["12.8"], "13.0")
     assert other.measured == "torch is built for CUDA 13.0, the toolkits are 12.8"
-    assert check_toolkits(box(cuda_toolkits=None), ["13.0"], "13.0") == []
+    (finding,) = check_toolkits(box(cuda_toolkits=None), ["13.0"], "13.0")
+    assert finding.measured == "no nvcc of CUDA 13.0 below /usr/local; not told"
 
 
 @pytest.mark.parametrize(
@@ -234,6 +319,16 @@ def test_cuda_13_needs_a_driver(loaded: str | None, fault: bool) -> None:
         "driver 580.65.06 or newer"
     ] * fault
     assert check_toolkits(facts, ["12.8"], "12.8") == []
+
+
+def test_the_cuda_that_the_driver_serves_is_no_toolkit() -> None:
+    facts = box(cuda_toolkits=TOOLKITS, driver_cuda_max="12.9", driver_loaded="575.64.03")
+    (finding,) = check_toolkits(facts, ["13.0"], "13.0")
+    assert finding.measured == (
+        "driver 575.64.03 is loaded and serves CUDA up to 12.9, torch is built for CUDA 13.0"
+    )
+    assert check_toolkits(facts, ["12.8"], "12.8") == []
+    assert check_toolkits(box(cuda_toolkits=TOOLKITS, driver_cuda_max="13.1"), [], "13.0") == []
 
 
 def test_prebuilt_modules_count() -> None:

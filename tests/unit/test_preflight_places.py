@@ -9,6 +9,7 @@ import pytest
 from gpubox.preflight import GIB
 from gpubox.preflight_places import (
     check_mounts,
+    check_reach,
     check_shared_memory,
     check_space,
     check_walk,
@@ -30,9 +31,11 @@ def test_space_of_one_file_system_is_summed() -> None:
         "/shared/m": place("/shared", 400 * GIB, "9:0"),
     }
     needs = [("environment", "/opt", 16 * GIB), ("shards", "/srv/set", 80 * GIB)]
-    assert check_space([*needs, ("merged model", "/shared/m", 399 * GIB)], places) == []
-    more = [*needs, ("merged model", "/srv/set", 4 * GIB)]
-    (finding,) = check_space(more, places)
+    assert check_space([*needs[1:], ("merged model", "/shared/m", 396 * GIB)], places) == []
+    # a merge keeps up to 4 GiB free, so less would be refused hours later
+    (finding,) = check_space([("merged model", "/shared/m", 397 * GIB)], places)
+    assert finding.wanted == "401.0 GiB: 397.0 for the merged model (/shared/m), 4.0 in reserve"
+    (finding,) = check_space([*needs, ("merged model", "/srv/set", GIB)], places)
     assert finding.measured == "100.0 GiB free on /"
     assert finding.wanted.startswith("101.0 GiB: 16.0 for the environment (/opt), 80.0 for the ")
 
@@ -50,6 +53,12 @@ def test_unknown_space_is_said_and_nothing_to_write_needs_none() -> None:
             "warning",
             "the free space for /a is unknown",
         )
+
+
+def test_a_path_that_cannot_be_looked_at_is_told_with_the_reason() -> None:
+    assert check_reach({}) == []
+    (finding,) = check_reach({"/shared/m": "Permission denied"})
+    assert (finding.severity, finding.measured) == ("error", "/shared/m: Permission denied")
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=6))

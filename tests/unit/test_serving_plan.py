@@ -99,7 +99,12 @@ def test_the_reference_box_uses_every_card() -> None:
     assert result.kv_cache_tokens is not None
     assert result.kv_cache_tokens > 202752
     assert result.nccl == {"NCCL_PROTO": "LL"}
-    assert result.numa == {"nodes": [0, 0, 0, 0, 1, 1, 1, 1], "node": None, "cpus": ""}
+    assert result.numa == {
+        "nodes": [0, 0, 0, 0, 1, 1, 1, 1],
+        "node": None,
+        "cpus": "",
+        "by_rank": False,
+    }
     assert any("PCIE_IPC" in note and "measure" in note for note in result.notes)
     assert "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC" not in result.environment
     # 402 GB at the assumed 0.5 GB/s, three times, and the compiles
@@ -120,7 +125,7 @@ def test_build_jobs_stay_within_the_share(memory: int, cpus: int, most: int, job
     facts = box(8, memory_gib=memory) | known(cpu_count=cpus)
     build = plan(facts, GLM5, CUDA, {"max_jobs": most}).build
     assert build["max_jobs"] == jobs
-    assert f"85 % of {memory}.0 GiB" in build["arithmetic"]
+    assert f"85 % of {memory} GiB" in build["arithmetic"]
 
 
 def test_two_cards_are_too_few_and_the_numbers_say_so() -> None:
@@ -149,6 +154,46 @@ def test_sixteen_ranks_would_cut_a_block() -> None:
     assert sizes(result) == (8, 2, 1)
     (fault,) = plan(box(16), GLM5, CUDA, {"tensor_parallel_size": 16}).faults
     assert fault["measured"] == "rows of 2048 do not divide into 16 x blocks of 256"
+
+
+@pytest.mark.parametrize(
+    ("cards", "asked", "expected"),
+    [
+        (8, {"pipeline_parallel_size": "2"}, (4, 2, 1)),
+        (8, {"pipeline_parallel_size": 4, "tensor_parallel_size": 2}, (2, 4, 1)),
+        (8, {"pipeline_parallel_size": 2, "data_parallel_size": 2}, (2, 2, 2)),
+        (6, {"pipeline_parallel_size": 1}, (4, 1, 1)),
+    ],
+)
+def test_stages_that_are_asked_for(
+    cards: int, asked: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    result = plan(box(cards, card_mib=400_000), GLM5, CUDA, asked)
+    assert result.faults == []
+    assert sizes(result) == expected
+    used = expected[0] * expected[1] * expected[2]
+    assert (len(result.gpus), len(result.gpus_left_out)) == (used, cards - used)
+
+
+@pytest.mark.parametrize(
+    ("asked", "measured", "wanted"),
+    [
+        (
+            {"pipeline_parallel_size": 9},
+            "8 cards for each copy of the model of 78 layers",
+            "plan_pipeline_parallel_size: 9",
+        ),
+        (
+            {"pipeline_parallel_size": 4, "tensor_parallel_size": 4},
+            "8 cards for each copy of the model and 4 pipeline stages",
+            "plan_tensor_parallel_size: 4",
+        ),
+    ],
+)
+def test_stages_that_cannot_be(asked: dict[str, Any], measured: str, wanted: str) -> None:
+    (fault,) = plan(box(8, card_mib=400_000), GLM5, CUDA, asked).faults
+    assert (fault["measured"], fault["wanted"]) == (measured, wanted)
+    assert fault["do"].endswith("which plans it")
 
 
 def test_cards_that_are_asked_not_to_be_used_are_left_out_with_the_reason() -> None:
@@ -190,6 +235,29 @@ def test_cards_that_are_all_lost_to_the_driver_are_named() -> None:
     assert len([fault for fault in result.faults if "does not reach it" in fault["measured"]]) == 2
     facts["gpus"] = {"value": None, "unknown": "nvidia-smi is not installed", "source": "x"}
     assert len(plan(facts, GLM5, CUDA, {}).gpus) == 2
+
+
+def test_a_card_that_the_bus_does_not_show_any_more_is_named() -> None:
+    facts = box(8)
+    facts["driver_gpus"] = known(x=[one["address"] for one in facts["gpus"]["value"]])["x"]
+    assert plan(facts, GLM5, CUDA, {}).faults == []
+    address = facts["nvidia_devices"]["value"].pop(5)["address"]
+    (fault,) = plan(facts, GLM5, CUDA, {}).faults
+    assert fault["measured"] == f"card {address}: the driver has it, the PCI bus not"
+    assert fault["wanted"] == "8 cards that answer"
+
+
+def test_a_card_that_the_driver_did_not_take_is_named() -> None:
+    facts = box(8) | {"gpus": {"value": None, "unknown": "failed", "source": "x"}}
+    addresses = [one["address"] for one in facts["nvidia_devices"]["value"]]
+    facts |= known(driver_gpus=addresses[:-1])
+    failed = f"GPU {addresses[-1]}: RmInitAdapter failed! (0x22:0xffff:884)"
+    facts |= known(kernel_messages=[failed, "GPU 0000:99:00.0: fine"])
+    (fault,) = plan(facts, GLM5, CUDA, {}).faults
+    assert fault["measured"] == (
+        f"card {addresses[-1]}: the driver has not taken it (/proc/driver/nvidia/gpus) ({failed})"
+    )
+    assert fault["do"].startswith("switch Above 4G decoding")
 
 
 def test_a_card_that_is_gone_since_the_last_plan_stops() -> None:
@@ -270,7 +338,7 @@ def test_options_of_the_operator_are_planned_with() -> None:
     assert result.kv_cache_tokens is not None
     assert result.kv_cache_tokens < planned.kv_cache_tokens
     high = plan(box(8), GLM5, CUDA, {"options": {"gpu_memory_utilization": 0.99}})
-    assert any("0.99 leaves 1.0 GiB" in note for note in high.notes)
+    assert any("0.99 leaves 1 GiB" in note for note in high.notes)
 
 
 @pytest.mark.parametrize("wrong", [0, 1.2, "0.0", "much", True, [0.9], -0.5])
@@ -292,10 +360,12 @@ def test_the_space_for_the_cache_of_a_cpu_may_be_the_operators() -> None:
 def test_what_is_asked_for_cards_is_refused_on_a_cpu() -> None:
     facts = known(cpu_count=2, memory_available_bytes=8 * GIB, nvidia_devices=[])
     asked = {"expected_gpus": 8, "expected_gpu_model": "H200", "data_parallel_size": "2"}
+    asked |= {"pipeline_parallel_size": 2}
     assert [fault["wanted"] for fault in plan(facts, None, CPU, asked).faults] == [
         "plan_expected_gpus: 8",
         "plan_expected_gpu_model: H200",
         "plan_data_parallel_size: 2",
+        "plan_pipeline_parallel_size: 2",
     ]
 
 
@@ -325,8 +395,9 @@ def test_cards_on_one_of_two_nodes_bind_the_unit_to_it() -> None:
     facts = box(2, card_mib=400000) | known(numa_nodes=NODES)
     for card in facts["gpus"]["value"]:
         card["numa_node"] = 1
-    assert plan(facts, GLM5, CUDA, {}).numa == {"nodes": [1, 1], "node": 1, "cpus": "32-63"}
-    unbound = {"nodes": [1, 1], "node": None, "cpus": ""}
+    bound = {"nodes": [1, 1], "node": 1, "cpus": "32-63", "by_rank": False}
+    assert plan(facts, GLM5, CUDA, {}).numa == bound
+    unbound = {"nodes": [1, 1], "node": None, "cpus": "", "by_rank": False}
     for others in ([], NODES[1:], [NODES[0]], [NODES[0], {"node": 1, "cpus": ""}], None):
         assert plan(facts | known(numa_nodes=others), GLM5, CUDA, {}).numa == unbound
     before = plan(facts, GLM5, CUDA, {}).to_dict()
@@ -340,6 +411,19 @@ def test_cards_on_one_of_two_nodes_bind_the_unit_to_it() -> None:
     odd = before | {"numa": {"cpus": "all of them", "node": 1}}
     assert plan(facts, GLM5, CUDA, {"applied": odd}).numa["cpus"] == ""
     assert plan(box(8) | known(numa_nodes=NODES), GLM5, CUDA, {}).numa["cpus"] == ""
+
+
+def test_ranks_of_cards_on_several_nodes_are_bound_when_asked() -> None:
+    facts = box(8) | known(numa_nodes=NODES)
+    for facts_of in (facts, box(8)):
+        numa = plan(facts_of, GLM5, CUDA, {"options": {"numa-bind": True}}).numa
+        assert numa == {"nodes": [0] * 4 + [1] * 4, "node": None, "cpus": "", "by_rank": True}
+    free = plan(facts, GLM5, CUDA, {})
+    assert not free.numa["by_rank"]
+    (note,) = [note for note in free.notes if "NUMA" in note]
+    assert "serving_options: {numa_bind: true}" in note
+    asked = plan(facts, GLM5, CUDA, {"options": {"numa_bind": True}})
+    assert not any("NUMA" in note for note in asked.notes)
 
 
 def limit(speed: int | None = None, model: Any = GLM5, **overrides: Any) -> int:
@@ -389,6 +473,8 @@ JSON = st.recursive(
 FACTS = (
     "nvidia_devices",
     "gpus",
+    "driver_gpus",
+    "kernel_messages",
     "gpu_links",
     "cpu_count",
     "iommu",
@@ -410,6 +496,7 @@ DEVICE = st.fixed_dictionaries({"address": st.text(max_size=3)}, optional={"revi
             [
                 "tensor_parallel_size",
                 "max_jobs",
+                "pipeline_parallel_size",
                 "data_parallel_size",
                 "expected_gpus",
                 "start_timeout",
@@ -428,13 +515,28 @@ def test_no_facts_crash_the_planner(
     json.dumps(plan(facts, model, stack, overrides).to_dict())
 
 
-@given(st.integers(1, 20), st.integers(0, 24), st.integers(1, 4), st.integers(1, 2000))
-def test_invariants(cards: int, asked: int, copies: int, memory: int) -> None:
-    overrides = {"tensor_parallel_size": asked, "data_parallel_size": copies}
+@given(
+    st.integers(1, 20),
+    st.integers(0, 24),
+    st.integers(0, 90),
+    st.integers(1, 4),
+    st.integers(1, 2000),
+)
+def test_invariants(cards: int, asked: int, stages: int, copies: int, memory: int) -> None:
+    overrides = {
+        "tensor_parallel_size": asked,
+        "pipeline_parallel_size": stages,
+        "data_parallel_size": copies,
+    }
     result = plan(box(cards, memory_gib=memory), GLM5, CUDA, overrides)
     tp, pp, dp = sizes(result)
     assert tp * pp * dp == len(result.gpus)
     assert len(result.gpus) + len(result.gpus_left_out) == cards
+    assert pp <= GLM5["layers"]
+    # what was asked for is kept or refused
+    for name, one, wish in (("tensor", tp, asked), ("pipeline", pp, stages), ("data", dp, copies)):
+        said = f"plan_{name}_parallel_size: {wish}"
+        assert wish in (0, one) or any(one["wanted"].endswith(said) for one in result.faults)
     assert 64 % tp == 0
     assert 2048 % (tp * 256) == 0
     used = result.build["max_jobs"] * result.build["memory_per_job_bytes"]

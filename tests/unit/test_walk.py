@@ -3,12 +3,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 from gpubox import walk
-from gpubox.walk import NOBODY, Account, account_of, components, described, first_denied, hidden
+from gpubox.walk import (
+    NOBODY,
+    Account,
+    account_of,
+    components,
+    described,
+    first_denied,
+    hidden,
+    is_directory,
+    is_file,
+    sizes,
+    unreachable,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def below(path: Path, root: Path) -> list[str]:
@@ -28,6 +43,41 @@ def test_every_link_is_walked(tmp_path: Path) -> None:
     (tmp_path / "round").symlink_to("round")
     assert below(tmp_path / "round", tmp_path) == ["."]
     assert components(tmp_path)[0] == Path("/")
+
+
+PATHS = st.lists(
+    st.sampled_from(["a", "..", "link", "round", "a" * 256, "\0", "\udcff", "\ud800", "é" * 128]),
+    max_size=20,
+)
+
+
+@given(PATHS)
+def test_no_path_breaks_it(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
+    folder = tmp_path_factory.getbasetemp() / "walked"
+    (folder / "a").mkdir(parents=True, exist_ok=True)
+    for name, target in (("link", "a" * 300), ("round", "round")):
+        if not (folder / name).is_symlink():
+            with contextlib.suppress(OSError):  # some file systems take no such target
+                (folder / name).symlink_to(target)
+    path = folder.joinpath(*names)
+    assert components(path)[0] == Path("/")
+    described(path)
+    hidden(path)
+    assert sizes(path) == {} or is_directory(path)
+    assert not is_file(path)
+    assert not (unreachable([path]) and is_directory(path))
+
+
+def test_what_cannot_be_looked_at_is_told(tmp_path: Path) -> None:
+    (tmp_path / "round").symlink_to("round")
+    (tmp_path / "file").write_text("12345")
+    long, within = tmp_path / ("a" * 256), tmp_path / "file/x"
+    assert unreachable([tmp_path, tmp_path / "none", within, long, tmp_path / "round"]) == {
+        str(long): "File name too long",
+        str(tmp_path / "round"): "Too many levels of symbolic links",
+    }
+    assert sizes(tmp_path) == {"file": 5}
+    assert sizes(tmp_path / "file") == {}
 
 
 def test_accounts() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from xml.etree import ElementTree
 
 from . import machine, storage
 from .machine import parse_cpu_list
@@ -44,7 +45,9 @@ SMI_MORE_FIELDS = (
     "mig.mode.current",
     "mig.mode.pending",
 )
-SMI_APPLICATION_FIELDS = ("gpu_bus_id", "pid", "process_name", "used_memory")
+# modules of the kernel that hold a card so that the driver does not get it
+OTHER_DRIVERS = ("nouveau", "nvidiafb")
+KERNEL_LINES = 64  # of the driver in the kernel's log, from the end
 # Classes of `nvidia-smi topo -m` (its own legend), in our words
 LINKS = {
     "PIX": "pcie_switch",
@@ -62,6 +65,7 @@ DRIVER_PATTERNS = (
     "linux-modules-nvidia-*",
     "nvidia-dkms*",
     "nvidia-driver*",
+    "nvidia-fabricmanager*",
     "nvidia-headless*",
     "nvidia-kernel-*",
     "nvidia-open*",
@@ -238,37 +242,51 @@ def _mode(text: str | None) -> str | None:
     return word if word in ("enabled", "disabled") else None
 
 
-def parse_applications(text: str) -> list[dict[str, Any]]:
-    """Processes of ``nvidia-smi --query-compute-apps=... --format=csv``, by address and process.
+def parse_smi_xml(text: str) -> tuple[str | None, list[dict[str, Any]]] | None:
+    """``nvidia-smi -q -x``: the highest CUDA version that the driver serves, and the processes.
 
     Returns:
-        For each its ``address``, ``pid``, ``name`` and ``memory_used_mib`` (None when not told).
+        The version, and by address and process ``address``, ``pid``, ``kind`` (C for compute, G
+        for graphics, C+G), ``name`` and ``memory_used_mib`` of whatever holds memory of a card
+        (None when not told); None when the text holds no such document.
     """
+    begin, end = text.find("<nvidia_smi_log>"), text.rfind("</nvidia_smi_log>")
+    if not 0 <= begin < end:
+        return None
+    try:  # without the DOCTYPE before it, so that no entity is defined
+        log = ElementTree.fromstring(text[begin:end] + "</nvidia_smi_log>")  # noqa: S314
+    except (ElementTree.ParseError, ValueError):
+        return None
+    version = _cell(log.findtext("cuda_version") or "")
     found = []
-    columns: list[str] = []
-    for line in strip_ansi(text).splitlines():
-        try:
-            cells = next(csv.reader([line], skipinitialspace=True))
-        except (csv.Error, StopIteration):
-            continue
-        names = [cell.partition("[")[0].strip() for cell in cells]
-        if "pid" in names and "gpu_bus_id" in names:
-            columns = names
-            continue
-        row = dict(zip(columns, map(_cell, cells), strict=False))
-        address = normalize_address(row.get("gpu_bus_id") or "")
-        pid = _whole(row.get("pid"))
-        if len(cells) == len(columns) and address and pid is not None:
-            memory = row.get("used_gpu_memory") or row.get("used_memory")
-            found.append(
-                {
-                    "address": address,
-                    "pid": pid,
-                    "name": row.get("process_name"),
-                    "memory_used_mib": _whole(memory, "MiB"),
-                }
-            )
-    return sorted(found, key=lambda one: (_address_key(one["address"]), one["pid"]))
+    for card in log.iter("gpu"):
+        address = normalize_address(card.get("id") or "")
+        for process in card.iter("process_info"):
+            pid = _whole(process.findtext("pid"))
+            if address and pid is not None:
+                memory = process.findtext("used_memory") or ""
+                found.append(
+                    {
+                        "address": address,
+                        "pid": pid,
+                        "kind": _cell(process.findtext("type") or ""),
+                        "name": _cell(process.findtext("process_name") or ""),
+                        "memory_used_mib": _whole(memory.strip(), "MiB"),
+                    }
+                )
+    return version, sorted(found, key=lambda one: (_address_key(one["address"]), one["pid"]))
+
+
+def parse_kernel_log(text: str) -> list[str]:
+    """What the NVIDIA driver says in ``dmesg``, the last lines, without their time."""
+    found = [line.partition("NVRM:")[2].strip() for line in text.splitlines() if "NVRM:" in line]
+    return found[-KERNEL_LINES:]
+
+
+def parse_modules(text: str) -> list[str]:
+    """Other drivers that take NVIDIA cards, of the modules in ``/proc/modules``."""
+    loaded = {line.split(" ", 1)[0] for line in text.splitlines()}
+    return sorted(loaded & set(OTHER_DRIVERS))
 
 
 def parse_topology(text: str, addresses: Mapping[int, str]) -> dict[str, dict[str, str]] | None:
@@ -575,7 +593,7 @@ class Box:
             output = self.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv"])
             if output.fault:
                 names = ("gpus", "nvidia_smi_messages", "gpu_processes", "gpu_links")
-                return dict.fromkeys(names, unknown(output.fault, source))
+                return dict.fromkeys((*names, "driver_cuda_max"), unknown(output.fault, source))
             # the exit status is no evidence: it may be 0 with a card lost (field report D11)
             cards, messages = parse_smi(output.stdout)
             if "not a valid field to query" not in output.stdout + output.stderr:
@@ -586,24 +604,27 @@ class Box:
             gpus = known([asdict(card) for card in cards], source)
         facts = {"gpus": gpus, "nvidia_smi_messages": known(messages, source)}
         if not cards:
-            return facts | dict.fromkeys(
-                ("gpu_processes", "gpu_links"), unknown("nvidia-smi shows no card", source)
+            missing = dict.fromkeys(
+                ("gpu_processes", "gpu_links", "driver_cuda_max"),
+                unknown("nvidia-smi shows no card", source),
             )
-        return facts | self._applications() | self._links(cards)
+            return facts | missing
+        return facts | self._log() | self._links(cards)
 
-    def _applications(self) -> dict[str, Fact]:
-        """Processes that hold memory of a card."""
-        source = "nvidia-smi --query-compute-apps"
-        output = self.run(
-            [
-                "nvidia-smi",
-                f"--query-compute-apps={','.join(SMI_APPLICATION_FIELDS)}",
-                "--format=csv",
-            ]
-        )
-        if "gpu_bus_id" not in output.stdout:
-            return {"gpu_processes": unknown(tail(output), source)}
-        return {"gpu_processes": known(parse_applications(output.stdout), source)}
+    def _log(self) -> dict[str, Fact]:
+        """Processes that hold memory of a card, those that draw too, and the driver's CUDA."""
+        source = "nvidia-smi -q -x"
+        output = self.run(["nvidia-smi", "-q", "-x"])
+        parsed = parse_smi_xml(output.stdout)
+        if parsed is None:
+            names = ("gpu_processes", "driver_cuda_max")
+            return dict.fromkeys(names, unknown(tail(output), source))
+        version, processes = parsed
+        highest = unknown("it tells no CUDA version", source)
+        return {
+            "gpu_processes": known(processes, source),
+            "driver_cuda_max": highest if version is None else known(version, source),
+        }
 
     def _links(self, cards: Iterable[Gpu]) -> dict[str, Fact]:
         """How the cards reach each other."""
@@ -636,13 +657,27 @@ class Box:
             cards = known(sorted(filter(None, addresses), key=_address_key), str(directory))
         except OSError as error:
             cards = unknown(f"{directory}: {error.strerror or error}", str(directory))
-        facts = {"driver_gpus": cards}
+        facts = {"driver_gpus": cards, **self._kernel_log()}
         for name in ("driver_loaded", "driver_flavour"):
             field = "version" if name == "driver_loaded" else "flavour"
             facts[name] = (
                 known(getattr(loaded, field), str(path)) if loaded else unknown(reason, str(path))
             )
         return facts
+
+    def _kernel_log(self) -> dict[str, Fact]:
+        """What the driver says in the kernel's log, and other drivers that are loaded."""
+        source = "dmesg"
+        output = self.run(["dmesg"])
+        said = unknown(tail(output), source)
+        if not output.fault and not output.code:
+            said = known(parse_kernel_log(strip_ansi(output.stdout)), source)
+        path = self.root / "proc/modules"
+        text, reason = read_text(path)
+        others = (
+            unknown(reason, str(path)) if text is None else known(parse_modules(text), str(path))
+        )
+        return {"kernel_messages": said, "other_drivers": others}
 
     def packages(self) -> dict[str, Fact]:
         """The driver's packages and the version of its libraries."""

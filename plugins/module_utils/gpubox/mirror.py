@@ -29,7 +29,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from .errors import GpuboxError
 from .gguf import MAGIC, MAX_HEADER, read_header
-from .gguf_merge import read_set, shard_paths
+from .gguf_merge import read_set, shard_paths, takes_from_shards
 from .preflight import RESERVE_BYTES, type_faults
 from .release import digest, write_atomically
 
@@ -643,6 +643,12 @@ def note_merged(merged: Path, record_path: Path) -> None:
 def is_merged(merged: Path, record: Mapping[str, Any]) -> bool:
     """``merged`` is still in the state in which it was made of the files of this record."""
     return merged.is_file() and record.get(_MERGED) == [str(merged), *_identity(merged)]
+
+
+def settled(merged: Path, record: Mapping[str, Any], remote: bool) -> bool:
+    """The shards are not looked at any more: their merger has their bytes, or will have them."""
+    # a merge in place is gone on with; its shards have holes
+    return takes_from_shards(merged) or (remote and is_merged(merged, record))
 
 
 def surplus(sets: Path, shard: Path, keep: str, merged: bool) -> list[Path]:

@@ -30,39 +30,44 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _size(bytes_: Any) -> str:
+    return "unknown" if bytes_ is None else gib(bytes_)
+
+
+def _rows(plan: Mapping[str, Any]) -> dict[str, str]:
+    """What is shown, by name."""
     box = plan.get("box") or {}
-    memory = box.get("memory_total_bytes")
-    weights = plan.get("weights_bytes_per_gpu")
-    rows = [
-        ("GPUs", str(len(plan.get("gpus") or []))),
-        ("RAM", "unknown" if memory is None else gib(memory)),
-        ("CPUs", _shown(box.get("cpus"))),
-        ("MAX_JOBS", _shown((plan.get("build") or {}).get("max_jobs"))),
-    ]
-    rows += [(name, _shown(plan.get(name))) for name in RUNS]
-    return [
-        *rows,
-        ("weights per GPU", "unknown" if weights is None else gib(weights)),
-        ("KV cache tokens", _shown(plan.get("kv_cache_tokens"))),
-        ("concurrent contexts", _shown(plan.get("concurrent_contexts"))),
-        *((name, _shown(value)) for name, value in _unit(plan).items()),
-    ]
+    return {
+        "GPUs": str(len(plan.get("gpus") or [])),
+        "RAM": _size(box.get("memory_total_bytes")),
+        "CPUs": _shown(box.get("cpus")),
+        "MAX_JOBS": _shown((plan.get("build") or {}).get("max_jobs")),
+        **{name: _shown(plan.get(name)) for name in RUNS},
+        "weights per GPU": _size(plan.get("weights_bytes_per_gpu")),
+        "KV cache tokens": _shown(plan.get("kv_cache_tokens")),
+        "concurrent contexts": _shown(plan.get("concurrent_contexts")),
+        **{name: _shown(value) for name, value in _unit(plan).items()},
+    }
 
 
 def _unit(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """What systemd is told of the server."""
+    """What systemd is told of the server, and what its ranks are bound to."""
+    seconds = (plan.get("limits") or {}).get("start_timeout_seconds")
+    numa = plan.get("numa") or {}
+    nodes = (numa.get("nodes") or ["unknown"]) if numa.get("by_rank") else []
+    bound = ["unknown" if node is None else str(node) for node in nodes]
     return {
-        "start limit (s)": (plan.get("limits") or {}).get("start_timeout_seconds"),
-        "CPUs of the unit": (plan.get("numa") or {}).get("cpus") or "all",
+        "start limit": None if seconds is None else f"{seconds} s",
+        "CPUs of the unit": numa.get("cpus") or "all",
+        "NUMA nodes of the ranks": " ".join(bound) or "not bound",
     }
 
 
 def table(plan: Mapping[str, Any]) -> list[str]:
     """The plan as aligned lines: the numbers, what is left out, notes and faults."""
     rows = _rows(plan)
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    width = max(map(len, rows))
+    lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
     lines += [f"left out: {one['address']}: {one['reason']}" for one in plan["gpus_left_out"]]
     lines += [f"build: {plan['build']['arithmetic']}", f"start: {plan['limits']['arithmetic']}"]
     lines += [f"note: {note}" for note in plan["notes"]]
@@ -77,19 +82,29 @@ def fault_lines(plan: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _change(name: str, old: str, new: str) -> str:
+    """``2 → 8 GPUs``, ``RAM 288 → 432 GiB``: what both have in common is said once."""
+    if name == "GPUs":
+        return f"{old} → {new} {name}"
+    number, _, unit = old.partition(" ")
+    if unit and new.endswith(f" {unit}") and new.count(" ") == old.count(" ") == 1:
+        old = number
+    return f"{name} {old} → {new}"
+
+
 def differences(applied: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> list[str]:
-    """``name old → new`` of each row that differs from the plan last applied.
+    """What differs from the plan last applied, ``name old → new`` each.
 
     MAX_JOBS follows the memory that is free at the moment, so it counts only when the box itself
     has changed.
     """
     if not applied:
         return ["nothing was applied before"]
-    before, changed = dict(_rows(applied)), []
+    before, changed = _rows(applied), []
     same_box = applied.get("box") == plan.get("box")
-    for name, value in _rows(plan):
-        if before.get(name) != value and not (name == "MAX_JOBS" and same_box):
-            changed.append(f"{name} {before.get(name, 'unknown')} → {value}")
+    for name, value in _rows(plan).items():
+        if before[name] != value and not (name == "MAX_JOBS" and same_box):
+            changed.append(_change(name, before[name], value))
     if applied.get("stack") != plan.get("stack"):
         changed.append(f"stack {applied.get('stack')} → {plan.get('stack')}")
     return changed

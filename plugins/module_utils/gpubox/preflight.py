@@ -252,6 +252,27 @@ def check_options(
     return findings
 
 
+def check_numa_bind(options: Mapping[str, Any], numactl: bool) -> list[Finding]:
+    """vLLM starts its ranks through numactl where it is asked to bind them.
+
+    Args:
+        options: all options, by name with dashes or underscores.
+        numactl: it is on the box or will be installed.
+    """
+    given = {name.replace("-", "_"): value for name, value in options.items()}
+    if given.get("numa_bind") is not True or numactl:
+        return []
+    return [
+        Finding(
+            "error",
+            "options",
+            "numa_bind is set, and there is no numactl",
+            "numactl, through which vLLM binds its ranks",
+            "add numactl to python_env_extra_packages, or take numa_bind out of serving_options",
+        )
+    ]
+
+
 def type_faults(tensors: Mapping[str, str], types: Iterable[str]) -> list[tuple[str, str, str]]:
     """Quantization types that the loader has no kernels for: measured, wanted, remedy of each.
 
@@ -502,6 +523,17 @@ def check_port(port: int, holders: Iterable[tuple[int, str]]) -> list[Finding]:
 def plan_findings(faults: Iterable[Mapping[str, str]]) -> list[Finding]:
     """The faults of the plan, as part of the one verdict."""
     return [Finding("error", "plan", one["measured"], one["wanted"], one["do"]) for one in faults]
+
+
+def unwritten_report(path: str, error: OSError) -> Finding:
+    """The verdict could not be written for machines."""
+    return Finding(
+        "warning",
+        "report",
+        f"{path}: {error.strerror or error}",
+        "a file for the verdict",
+        "correct preflight_report or the file system, or leave preflight_report empty",
+    )
 
 
 def verdict(findings: Iterable[Finding]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .preflight import Finding
 Facts = Mapping[str, Mapping[str, Any]]
 # PCI device ids from here on are Blackwell, which has open kernel modules only (field report D3)
 FIRST_OPEN_ONLY_DEVICE = 0x2900
+UNTOLD_MIB = 1024  # an idle card shows a few to some hundred MiB, by kind and driver
 CUDA_13_DRIVER = (580, 65, 6)  # the lowest that CUDA 13 takes (field report C3)
 # linux-modules-nvidia-580-server-open-6.14.0-37-generic: prebuilt modules of one kernel
 _PREBUILT = re.compile(r"linux-modules-nvidia-[0-9]+(?:-server)?(?:-open)?-(?P<kernel>[0-9]+\.\S+)")
@@ -39,12 +40,16 @@ def check_cards(facts: Facts, own_processes: Collection[int] = ()) -> list[Findi
     found = []
     for card in _value(facts, "gpus") or []:
         found += _card_findings(card)
-    for process in _value(facts, "gpu_processes") or []:
+    processes = _value(facts, "gpu_processes") or []
+    if not own_processes:
+        found += _untold_findings(facts, {process["address"] for process in processes})
+    for process in processes:
         if process["pid"] not in own_processes:
             held = process["memory_used_mib"]
             found.append(
                 Finding(
-                    "error",
+                    # what only draws is little, and stays beside the share of the server
+                    "warning" if process.get("kind") == "G" else "error",
                     "memory",
                     f"PID {process['pid']} ({process['name'] or 'name unknown'}) holds "
                     f"{'memory' if held is None else f'{held} MiB'} of card {process['address']}",
@@ -53,6 +58,22 @@ def check_cards(facts: Facts, own_processes: Collection[int] = ()) -> list[Findi
                 )
             )
     return found
+
+
+def _untold_findings(facts: Facts, told: Collection[str]) -> list[Finding]:
+    """Memory that is in use though no process is told, as of another container."""
+    return [
+        Finding(
+            "warning",
+            "memory",
+            f"card {card['address']}: {card['memory_used_mib']} MiB are in use, by no process that "
+            "nvidia-smi tells",
+            f"cards that only the unit uses (at most {UNTOLD_MIB} MiB are the driver's own)",
+            "look with `fuser -v /dev/nvidia*`, also outside of this container",
+        )
+        for card in _value(facts, "gpus") or []
+        if (card.get("memory_used_mib") or 0) > UNTOLD_MIB and card["address"] not in told
+    ]
 
 
 def _card_findings(card: Mapping[str, Any]) -> list[Finding]:
@@ -95,18 +116,18 @@ def _card_findings(card: Mapping[str, Any]) -> list[Finding]:
     return found
 
 
-def check_driver(facts: Facts) -> list[Finding]:
-    """The NVIDIA driver that is there: loaded and installed, flavour, kernels, Secure Boot.
+def check_driver(facts: Facts, wanted: str = "") -> list[Finding]:
+    """The NVIDIA driver: loaded and installed, flavour, kernels, Secure Boot, and the pinned one.
 
-    A box without any driver gets no finding: to install one is a later phase's work.
+    Args:
+        facts: hardware facts.
+        wanted: the version that has to be loaded, because no phase installs one; empty for any.
     """
     devices = _value(facts, "nvidia_devices") or []
-    loaded = _value(facts, "driver_loaded")
-    there = loaded or _value(facts, "driver_packages") or _dkms_drivers(facts)
-    if not devices or not there:
+    if not devices:
         return []
     found = []
-    installed = _value(facts, "driver_installed")
+    loaded, installed = _value(facts, "driver_loaded"), _value(facts, "driver_installed")
     if loaded and installed and loaded != installed:
         found.append(
             Finding(
@@ -128,6 +149,18 @@ def check_driver(facts: Facts) -> list[Finding]:
                 "read dmesg for NVRM lines, and install the libraries of the loaded module",
             )
         )
+    others = _value(facts, "other_drivers")
+    if others and not loaded:
+        found.append(
+            Finding(
+                "error",
+                "driver",
+                f"{' and '.join(others)} is loaded and holds the cards",
+                "the cards free for the NVIDIA driver",
+                "write `blacklist nouveau` and `options nouveau modeset=0` into /etc/modprobe.d, "
+                "run update-initramfs -u and reboot",
+            )
+        )
     module = _value(facts, "module_installed") or {}
     flavours = {_value(facts, "driver_flavour"), module.get("flavour")}
     open_only = [
@@ -146,7 +179,57 @@ def check_driver(facts: Facts) -> list[Finding]:
                 "install the driver package whose name ends in -open",
             )
         )
-    return found + _kernel_findings(facts) + _secure_boot_findings(facts, module)
+    found += _fabric_findings(facts)
+    found += _kernel_findings(facts) + _secure_boot_findings(facts, module)
+    return found + _pinned_findings(facts, wanted, any(one.severity == "error" for one in found))
+
+
+def _fabric_findings(facts: Facts) -> list[Finding]:
+    """The fabric manager goes with NVSwitches, and with nothing else (field report D10)."""
+    switches, packages = _value(facts, "nvswitch_devices"), _value(facts, "driver_packages")
+    if switches is None or not packages:
+        return []
+    names = [one["package"] for one in packages]
+    there = [name for name in names if name.startswith("nvidia-fabricmanager")]
+    if bool(there) == bool(switches):
+        return []
+    if there:
+        measured = f"{', '.join(there)} is installed, and the box has no NVSwitch"
+        wanted, remedy = "no fabric manager: its unit fails here", f"apt purge {' '.join(there)}"
+    else:
+        measured = f"{len(switches)} NVSwitches, and no package of the fabric manager"
+        wanted = "the fabric manager: without it CUDA does not start on these cards"
+        remedy = "install nvidia-fabricmanager in the version of the driver"
+    return [Finding("warning", "driver", measured, wanted, remedy)]
+
+
+def _pinned_findings(facts: Facts, wanted: str, explained: bool) -> list[Finding]:
+    """Another driver than the pinned one, or none.
+
+    Of a driver that waits for a reboot the version that comes is judged.
+
+    Args:
+        explained: another finding says already why the driver does not work.
+    """
+    loaded, installed = _value(facts, "driver_loaded"), _value(facts, "driver_installed")
+    module = (_value(facts, "module_installed") or {}).get("version")
+    version = (installed if loaded else None) or loaded or installed or module
+    there = version or _value(facts, "driver_packages") or _dkms_drivers(facts)
+    if not wanted or (loaded and version == wanted):
+        return []
+    if explained and there and version in (None, wanted):
+        return []
+    remedy = "install that driver with its open kernel modules and reboot; gpubox installs none"
+    if version is None:
+        reason = facts.get("driver_installed", {}).get("unknown") or "none is installed"
+        measured = f"no NVIDIA driver is loaded ({reason})"
+    elif version == wanted:
+        measured = f"driver {version} is installed and not loaded"
+        remedy = "run modprobe nvidia or reboot; if it is not loaded then, dmesg says why"
+    else:
+        measured = f"driver {version} is {'loaded' if version == loaded else 'installed'}"
+        remedy += f"; or set nvidia_driver_version: {version} if you know that it works"
+    return [Finding("error", "driver", measured, f"driver {wanted} is loaded", remedy)]
 
 
 def _device_number(device_id: str) -> int:
@@ -228,13 +311,16 @@ def check_toolkits(facts: Facts, wanted: Collection[str], torch_cuda: str | None
     toolkits = _value(facts, "cuda_toolkits")
     there = [one["toolkit"] for one in toolkits or [] if one["compiler"]]
     missing = [version for version in wanted if version not in there]
-    if missing and toolkits is not None:
+    if missing:
         found.append(
             Finding(
                 "error",
                 "toolkit",
-                f"no nvcc of CUDA {', '.join(missing)} below /usr/local; there is "
-                f"{', '.join(there) or 'none'}",
+                f"no nvcc of CUDA {', '.join(missing)} below /usr/local; "
+                + (
+                    facts.get("cuda_toolkits", {}).get("unknown")
+                    or f"there is {', '.join(there) or 'none'}"
+                ),
                 f"cuda-toolkit {' and '.join(wanted)} side by side",
                 "install cuda-toolkit-"
                 + " cuda-toolkit-".join(one.replace(".", "-") for one in missing)
@@ -252,14 +338,20 @@ def check_toolkits(facts: Facts, wanted: Collection[str], torch_cuda: str | None
                 "add it to cuda_toolkits_versions",
             )
         )
-    loaded = _value(facts, "driver_loaded")
-    if major == "13" and loaded and _numbers(loaded) < CUDA_13_DRIVER:
+    loaded, highest = _value(facts, "driver_loaded"), _value(facts, "driver_cuda_max")
+    old = bool(major == "13" and loaded and _numbers(loaded) < CUDA_13_DRIVER)
+    if highest and major:
+        old = _numbers(highest)[:1] < _numbers(major)
+    if old:
+        serves = f" and serves CUDA up to {highest}" if highest else ""
         found.append(
             Finding(
                 "error",
                 "driver",
-                f"driver {loaded} is loaded, torch is built for CUDA {torch_cuda}",
-                f"driver {'.'.join(f'{part:02d}' for part in CUDA_13_DRIVER)} or newer",
+                f"driver {loaded} is loaded{serves}, torch is built for CUDA {torch_cuda}",
+                f"driver {'.'.join(f'{part:02d}' for part in CUDA_13_DRIVER)} or newer"
+                if major == "13"
+                else f"a driver that serves CUDA {major}",
                 "install a newer driver and reboot",
             )
         )

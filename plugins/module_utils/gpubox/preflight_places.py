@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .gguf_merge import reserve
 from .preflight import GIB, RESERVE_BYTES, Finding
 from .walk import described
 
@@ -49,7 +50,9 @@ def check_space(needs: Iterable[tuple[str, str, int]], places: Places) -> list[F
         systems.setdefault(key, []).append((purpose, path, size))
         free[key] = (int(place["free_bytes"]), str(place["mount"]))
     for key, wanted in systems.items():
-        total = sum(size for *_, size in wanted) + RESERVE_BYTES
+        size_of_all = sum(size for *_, size in wanted)
+        kept = max(RESERVE_BYTES, reserve(size_of_all))  # what the merge asks for too
+        total = size_of_all + kept
         left, mount = free[key]
         if left < total:
             parts = ", ".join(
@@ -60,11 +63,29 @@ def check_space(needs: Iterable[tuple[str, str, int]], places: Places) -> list[F
                     "error",
                     "space",
                     f"{left / GIB:.1f} GiB free on {mount}",
-                    f"{total / GIB:.1f} GiB: {parts}, {RESERVE_BYTES / GIB:.1f} in reserve",
+                    f"{total / GIB:.1f} GiB: {parts}, {kept / GIB:.1f} in reserve",
                     "free space there, or move one of them to another file system",
                 )
             )
     return found
+
+
+def check_reach(faults: Mapping[str, str]) -> list[Finding]:
+    """Paths that cannot even be looked at.
+
+    Args:
+        faults: path to what the system says.
+    """
+    return [
+        Finding(
+            "error",
+            "path",
+            f"{path}: {reason}",
+            "a path that root can look at, whether there is something or not",
+            f"look with `ls -ld {path}`, and correct the variable or the file system",
+        )
+        for path, reason in sorted(faults.items())
+    ]
 
 
 def check_mounts(uses: Iterable[tuple[str, str]], places: Places) -> list[Finding]:

@@ -95,3 +95,5 @@ def read_text(path: Path) -> tuple[str | None, str]:
         return path.read_text(encoding="utf-8", errors="replace"), ""
     except OSError as error:
         return None, f"{path}: {error.strerror or error}"
+    except ValueError as error:  # a path with a byte that no path can have
+        return None, f"{path!r}: {error}"

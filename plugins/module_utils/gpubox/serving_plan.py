@@ -101,8 +101,8 @@ def _rows(value: Any) -> list[Mapping[str, Any]]:
 
 
 def gib(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / GIB:.1f} GiB"
+    """Bytes for people, without a decimal that is none."""
+    return f"{size / GIB:.1f}".removesuffix(".0") + " GiB"
 
 
 # --- parts of the plan ----------------------------------------------------------------------------
@@ -163,23 +163,26 @@ def _choose_cards(
     # "no devices were found" is an answer too, and not the same as none
     answered = isinstance(_value(hardware, "gpus"), list)
     by_address = {row["address"]: row for row in seen}
+    held = _value(hardware, "driver_gpus")
+    taken = {one for one in (held if isinstance(held, list) else []) if isinstance(one, str)}
     cards: list[Mapping[str, Any]] = []
     for device in devices or seen:
         address = device["address"]
-        lost = device.get("revision") == "ff" or (answered and address not in by_address)
-        if lost:
-            reason = "the driver does not reach it" + _said_of(hardware, address)
-            if device.get("revision") == "ff":
-                reason = "it has fallen off the bus (rev ff)"
-            plan.gpus_left_out.append({"address": address, "reason": reason})
-            plan.refuse(
-                f"card {address}: {reason}",
-                f"{len(devices)} cards that answer",
-                "read dmesg for NVRM and Xid lines of that address, then power the box off and on "
-                "(a reboot does not reset the slot); if it comes back, reseat or replace the card",
-            )
+        reason = ""
+        if device.get("revision") == "ff":
+            reason = "it has fallen off the bus (rev ff)"
+        elif answered and address not in by_address:
+            reason = "the driver does not reach it"
+        elif not answered and taken and address not in taken:
+            reason = "the driver has not taken it (/proc/driver/nvidia/gpus)"
+        if reason:
+            _lose(plan, hardware, address, reason, len(devices))
         else:
             cards.append({**device, **by_address.get(address, {})})
+    if devices:
+        on_bus = {device["address"] for device in devices}
+        for address in sorted((taken | set(by_address)) - on_bus):
+            _lose(plan, hardware, address, "the driver has it, the PCI bus not", len(on_bus) + 1)
     if not answered:
         plan.notes.append("memory and kind of the cards wait for the driver (nvidia-smi)")
     expected = _whole(overrides.get("expected_gpus")) or 0
@@ -203,12 +206,31 @@ def _choose_cards(
     return cards
 
 
+def _lose(plan: Plan, hardware: Mapping[str, Any], address: str, reason: str, wanted: int) -> None:
+    """A card that cannot be used, with the words of nvidia-smi and of the kernel about it."""
+    said = _said_of(hardware, address)
+    remedy = (
+        "read dmesg for NVRM and Xid lines of that address, then power the box off and on "
+        "(a reboot does not reset the slot); if it comes back, reseat or replace the card"
+    )
+    if "RmInitAdapter" in said:  # field report D4
+        remedy = (
+            f"switch Above 4G decoding and Resizable BAR on in the firmware; if they are, {remedy}"
+        )
+    plan.gpus_left_out.append({"address": address, "reason": reason + said})
+    plan.refuse(f"card {address}: {reason}{said}", f"{wanted} cards that answer", remedy)
+
+
 def _said_of(hardware: Mapping[str, Any], address: str) -> str:
-    """nvidia-smi's own words about a card, in brackets."""
-    messages = _value(hardware, "nvidia_smi_messages")
-    lines = messages if isinstance(messages, list) else []
-    said = [line for line in lines if isinstance(line, str) and address in line.lower()]
-    return f" ({'; '.join(said)})" if said else ""
+    """What is said about a card, in brackets; Xid lines leave the function out."""
+    slot = address.partition(".")[0]
+    said = []
+    for name in ("nvidia_smi_messages", "kernel_messages"):
+        messages = _value(hardware, name)
+        lines = messages if isinstance(messages, list) else []
+        of_it = [line for line in lines if isinstance(line, str) and slot in line.lower()]
+        said += of_it[-2:]
+    return f" ({'; '.join(said)})" if slot and said else ""
 
 
 def _check_kinds(
@@ -246,6 +268,8 @@ def _check_kinds(
 def _parallel(plan: Plan, cards: int, model: Any, overrides: Mapping[str, Any]) -> None:
     """Divide the cards: all of them by tensor parallel, then by pipeline stages."""
     asked = _whole(overrides.get("tensor_parallel_size")) or 0
+    stages = _whole(overrides.get("pipeline_parallel_size")) or 0
+    layers = _size(model, "layers")
     plan.data_parallel_size = max(_whole(overrides.get("data_parallel_size")) or 1, 1)
     each = cards // plan.data_parallel_size
     if each == 0:
@@ -255,20 +279,30 @@ def _parallel(plan: Plan, cards: int, model: Any, overrides: Mapping[str, Any]) 
             "lower plan_data_parallel_size",
         )
         plan.data_parallel_size, each = 1, cards
+    if stages > min(each, layers or each):
+        plan.refuse(
+            f"{each} cards for each copy of the model"
+            + (f" of {layers} layers" if layers is not None else ""),
+            f"plan_pipeline_parallel_size: {stages}",
+            "set plan_pipeline_parallel_size: 0, which plans it",
+        )
+        stages = 0
+    most = each // max(stages, 1)
     if asked:
         reason = tensor_parallel_fault(asked, model)
-        if reason or asked > each:
+        if reason or asked > most:
+            within = f" and {stages} pipeline stages" if stages else ""
             plan.refuse(
-                reason or f"{each} cards for each copy of the model",
+                reason or f"{each} cards for each copy of the model{within}",
                 f"plan_tensor_parallel_size: {asked}",
                 "set plan_tensor_parallel_size: 0, which plans it",
             )
             asked = 0
-    fitting = [n for n in range(1, each + 1) if not tensor_parallel_fault(n, model)]
-    if asked:
-        plan.tensor_parallel_size = asked
+    fitting = [n for n in range(1, most + 1) if not tensor_parallel_fault(n, model)]
+    if asked or stages:
+        plan.tensor_parallel_size = asked or max(fitting or [1])
+        plan.pipeline_parallel_size = max(stages, 1)
         return
-    layers = _size(model, "layers")
     # all cards first, then few stages: a stage waits for the one before it
     whole = [n for n in fitting if each % n == 0 and (layers is None or each // n <= layers)]
     plan.tensor_parallel_size = max(whole or fitting or [1])
@@ -414,13 +448,14 @@ def _check_cpu_overrides(
             f"plan_expected_gpu_model: {kind}",
             'set plan_stack: glm5-cu130, or plan_expected_gpu_model: ""',
         )
-    copies = _whole(overrides.get("data_parallel_size")) or 1
-    if copies > 1:
-        plan.refuse(
-            "a stack that computes on the CPU, which holds one copy of the model",
-            f"plan_data_parallel_size: {copies}",
-            "set plan_data_parallel_size: 1",
-        )
+    for name, least in (("data_parallel_size", 1), ("pipeline_parallel_size", 0)):
+        asked = _whole(overrides.get(name)) or 1
+        if asked > 1:
+            plan.refuse(
+                "a stack that computes on the CPU, which holds one copy of the model in one stage",
+                f"plan_{name}: {asked}",
+                f"set plan_{name}: {least}",
+            )
 
 
 def _context(plan: Plan, tokens: int | None, model: Any, overrides: Mapping[str, Any]) -> None:
@@ -484,14 +519,17 @@ def _numa(
     cards: Sequence[Mapping[str, Any]],
     hardware: Mapping[str, Any],
     overrides: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> None:
     """CPUs of the unit: those of the node that all cards hang on, where the box has others too.
 
     Memory follows, because Linux takes it from the node of the CPU that first writes it. Where the
-    nodes are unknown, the same cards keep what is applied.
+    nodes are unknown, the same cards keep what is applied. Of cards on several nodes vLLM binds
+    each rank to the node of its card, if ``numa_bind`` is asked for.
     """
     nodes = [_whole(card.get("numa_node")) for card in cards if card["address"] in plan.gpus]
-    plan.numa = {"nodes": nodes, "node": None, "cpus": ""}
+    by_rank = plan.device == "cuda" and options.get("numa_bind") is True
+    plan.numa = {"nodes": nodes, "node": None, "cpus": "", "by_rank": by_rank}
     facts = _value(hardware, "numa_nodes")
     if not nodes or None in nodes or not isinstance(facts, list):
         applied = overrides.get("applied")
@@ -501,7 +539,12 @@ def _numa(
             plan.numa |= {"node": _whole(before.get("node")), "cpus": str(before["cpus"])}
         return
     if len(set(nodes)) > 1:
-        plan.notes.append("cards on several NUMA nodes: --numa-bind needs numactl; measure it")
+        if not by_rank:
+            plan.notes.append(
+                "cards on several NUMA nodes, and no rank is bound to that of its card: "
+                "serving_options: {numa_bind: true} and python_env_extra_packages: [numactl] bind "
+                "them; nobody has measured it, so measure it on the box"
+            )
         return
     cpus = {
         _whole(one.get("node")): str(one["cpus"])
@@ -614,7 +657,7 @@ def plan(
             result.notes.append(f"no flash-attn build fits: {result.build['arithmetic']}")
     _context(result, tokens, model, overrides)
     _links(result, hardware)
-    _numa(result, cards, hardware, overrides)
+    _numa(result, cards, hardware, overrides, options)
     _limits(result, hardware, model, overrides)
     total = _whole(_value(hardware, "memory_total_bytes"))
     result.box = {"cpus": cpus, "memory_total_bytes": total}

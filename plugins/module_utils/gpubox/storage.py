@@ -129,7 +129,10 @@ def paths(root: Path, run: Run, wanted: Sequence[str]) -> dict[str, Fact]:
     reflinks: dict[str, bool | None] = {}
     for path in wanted:
         # links of a recorded box would lead out of it
-        real = os.path.realpath(path) if root == Path("/") else path
+        try:
+            real = os.path.realpath(path) if root == Path("/") else path
+        except ValueError:  # a byte that no path can have
+            continue
         mount = mount_of(mounts, real)
         if mount is None:
             continue

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from urllib.parse import urlsplit
 
-from .mirror import is_remote, source_fault
+from .mirror import is_remote, name_of, source_fault
 
 # a rule returns what it wants when the value is none of it, else None
 Rule = Callable[[object], str | None]
@@ -30,6 +30,11 @@ SECRET_WORDS = frozenset(
         "token",
     ]
 )
+# Bytes. The system takes names of 255 and paths of 4096; unfinished files and notes are named after
+# what they are for, with up to 40 bytes more, and folders of ours lie below those of the operator.
+MOST_NAME = 200
+MOST_PATH = 3000
+_SHORT = f"names of at most {MOST_NAME} bytes and a path of at most {MOST_PATH}"
 _NO_PLACE = "leave it out: this version has no place for secrets (a proxy can ask for keys)"
 # Options of the server that have a variable of their own, which other checks read.
 _OWNED = {
@@ -40,7 +45,36 @@ _OWNED = {
     "served_model_name": "serving_model_name",
     "speculative_config": "plan_speculative_tokens",
     "data_parallel_size": "plan_data_parallel_size",
+    "kv_cache_memory_bytes": "gpu_memory_utilization",
+    "pipeline_parallel_size": "plan_pipeline_parallel_size",
     "tensor_parallel_size": "plan_tensor_parallel_size",
+}
+# Options that make another server of it than the one that was planned and checked, and why.
+_NOT_PLANNED = {
+    "config": "write the options of that file into serving_options, where other checks see them",
+    "num_gpu_blocks_override": "leave it out: the KV cache is as large as the memory allows",
+    **dict.fromkeys(
+        (
+            "data_parallel_address",
+            "data_parallel_external_lb",
+            "data_parallel_hybrid_lb",
+            "data_parallel_rank",
+            "data_parallel_size_local",
+            "data_parallel_start_rank",
+            "headless",
+            "nnodes",
+            "node_rank",
+            "prefill_context_parallel_size",
+        ),
+        "leave it out: the plan is for one server on the cards of one box",
+    ),
+}
+# The same of the environment.
+_OWNED_VARIABLES = {
+    "CUDA_DEVICE_ORDER": "leave it out: the plan takes the cards in order of address",
+    "CUDA_VISIBLE_DEVICES": "leave it out: the plan takes the cards in order of address, as many "
+    "as plan_tensor_parallel_size and its like say",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "set serving_start_timeout instead",
 }
 
 
@@ -50,7 +84,11 @@ def is_secret(name: str) -> bool:
 
 
 def _printable(text: str) -> bool:
-    return not any(ord(character) < 32 or ord(character) == 127 for character in text)
+    """No control character, and nothing that has no bytes in UTF-8 (a lone surrogate)."""
+    return not any(
+        ord(character) < 32 or ord(character) == 127 or 0xD800 <= ord(character) < 0xE000
+        for character in text
+    )
 
 
 def _whole(lowest: int, highest: int | None = None) -> Rule:
@@ -82,12 +120,19 @@ def _or_empty(rule: Rule) -> Rule:
     return lambda value: None if value in ("", None) else rule(value)
 
 
+def _short(text: str) -> bool:
+    """Names and path are below the system's limits, those of the files that we put beside too."""
+    names = text.encode("utf-8", "replace").split(b"/")
+    return max(map(len, names)) <= MOST_NAME and sum(map(len, names)) <= MOST_PATH
+
+
 def _path(value: object) -> str | None:
     """Ansible expands ``~`` and ``$NAME`` in some places and not in others; so neither is used."""
     text = str(value)
     good = text.startswith("/") and _printable(text) and "$" not in text
-    good = good and ".." not in text.split("/")
-    return None if good else "an absolute path of one line without '..' or '$'"
+    if not good or ".." in text.split("/"):
+        return "an absolute path of one line without '..' or '$'"
+    return None if _short(text) else _SHORT
 
 
 def _tool_path(value: object) -> str | None:
@@ -95,18 +140,21 @@ def _tool_path(value: object) -> str | None:
     wanted = "an absolute path of letters, digits, '.', '_', '+' and '-', without '..'"
     if ".." in str(value).split("/") or not re.fullmatch(r"(/[\w.+-]+)+/?", str(value), re.ASCII):
         return wanted
-    return None
+    return None if _short(str(value)) else _SHORT
 
 
 def _file_name(value: object) -> str | None:
     text = str(value)
     good = text not in ("", ".", "..") and "/" not in text and _printable(text) and "$" not in text
-    return None if good else "a file name, no path"
+    if not good:
+        return "a file name, no path"
+    return None if _short(text) else _SHORT
 
 
 def _gguf_name(value: object) -> str | None:
-    good = _file_name(value) is None and re.fullmatch(r".+\.gguf", str(value))
-    return None if good else "a file name that ends in .gguf, no path"
+    if not str(value).endswith(".gguf") or str(value) == ".gguf":
+        return "a file name that ends in .gguf, no path"
+    return _file_name(value)
 
 
 def _host(value: object) -> str | None:
@@ -152,7 +200,9 @@ def _index_or_path(value: object) -> str | None:
 
 def _model_source(value: object) -> str | None:
     text = str(value)
-    return source_fault(text) if is_remote(text) else _path(value)
+    if not is_remote(text):
+        return _path(value)
+    return source_fault(text) or _file_name(name_of(text))
 
 
 def _model_files(value: object) -> str | None:
@@ -190,6 +240,7 @@ _RULES: dict[str, Rule] = {
     "plan_format": _text(r"table|json", "table or json"),
     "plan_max_jobs": _whole(0),
     "plan_max_model_len": _whole(0),
+    "plan_pipeline_parallel_size": _whole(0),
     "plan_speculative_tokens": _whole(0, 16),
     "plan_tensor_parallel_size": _whole(0),
     "preflight_report": _or_empty(_path),
@@ -236,6 +287,8 @@ def _option_faults(options: Mapping[object, object]) -> Iterator[tuple[str, str,
             yield what, "names such as max_num_seqs", "correct the name"
         elif key in _OWNED:
             yield what, "that where other checks see it", f"set {_OWNED[key]} instead"
+        elif key in _NOT_PLANNED:
+            yield what, "the server that was planned", _NOT_PLANNED[key]
         elif is_secret(key):
             yield what, "no secret on a command line", _NO_PLACE
         elif not _printable(str(value)):
@@ -249,6 +302,8 @@ def _environment_faults(variables: Mapping[object, object]) -> Iterator[tuple[st
             yield what, "names of environment variables", "correct the name"
         elif str(name).startswith("GPUBOX_"):
             yield what, "no name of gpubox's own", "leave it out"
+        elif name in _OWNED_VARIABLES:
+            yield what, "the server that was planned", _OWNED_VARIABLES[str(name)]
         elif is_secret(str(name)):
             yield (
                 what,

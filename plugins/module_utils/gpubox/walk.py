@@ -18,10 +18,64 @@ NOBODY = 65534  # stands for a user who is made later, in no group of others
 _MOST_LINKS = 40  # the kernel's own limit (path_resolution(7))
 
 
+def status_of(path: Path) -> os.stat_result | None:
+    """What lies there, through links; None when nothing does or it cannot be looked at."""
+    try:
+        return path.stat()
+    except (OSError, ValueError):
+        return None
+
+
+def is_file(path: Path) -> bool:
+    """Like ``Path.is_file``, which raises for a name too long and where access is denied."""
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def is_directory(path: Path) -> bool:
+    """Like ``Path.is_dir``, and never raises either."""
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Name to bytes of the files in a folder; empty when it cannot be read."""
+    try:
+        paths = list(folder.iterdir())
+    except (OSError, ValueError):
+        return {}
+    found = {path.name: status_of(path) for path in paths}
+    return {name: one.st_size for name, one in found.items() if one and stat.S_ISREG(one.st_mode)}
+
+
+def unreachable(paths: Iterable[Path]) -> dict[str, str]:
+    """Why a path cannot even be looked at, by path; what is only not there is not in it."""
+    found = {}
+    for path in paths:
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            found[str(path)] = error.strerror or str(error)
+        except ValueError as error:
+            found[str(path)] = str(error)
+    return found
+
+
+def _link(path: Path) -> Path | None:
+    """Where a link leads, None for what is none.
+
+    Raises:
+        OSError: there is nothing, or it cannot be looked at.
+    """
+    return path.readlink() if stat.S_ISLNK(path.lstat().st_mode) else None
+
+
 def components(path: Path) -> list[Path]:
     """Every folder on the way to a path and what it is in the end, through all links.
 
-    What is not there ends the list.
+    What is not there, or cannot be looked at, ends the list.
     """
     found, current, links = [Path("/")], Path("/"), 0
     left = deque(path.parts[1:])
@@ -31,17 +85,18 @@ def components(path: Path) -> list[Path]:
             current = current.parent
             continue
         one = current / part
-        if one.is_symlink():
+        try:
+            target = _link(one)
+        except (OSError, ValueError):
+            return found
+        if target is not None:
             links += 1
             if links > _MOST_LINKS:
                 return found
-            target = one.readlink()
             if target.is_absolute():
                 current = Path("/")
             left.extendleft(reversed([part for part in target.parts if part != "/"]))
             continue
-        if not one.exists():
-            return found
         current = one
         if one not in found:
             found.append(one)
@@ -69,7 +124,7 @@ def account_of(name: str) -> Account:
 def _denied(steps: Iterable[Path], last: int) -> str | None:
     """The first step that this process may not take; ``last`` is asked of a file at the end."""
     for step in steps:
-        if not os.access(step, os.X_OK if step.is_dir() else last):
+        if not os.access(step, os.X_OK if is_directory(step) else last):
             return str(step)
     return None
 
@@ -109,9 +164,8 @@ def first_denied(paths: Mapping[Path, int], account: Account) -> dict[str, str] 
 
 def described(path: Path) -> str:
     """A path with its owner and mode, such as ``/root (mode 0700, owner 0:0)``."""
-    try:
-        status = path.stat()
-    except OSError:
+    status = status_of(path)
+    if status is None:
         return str(path)
     owner = f"{status.st_uid}:{status.st_gid}"
     return f"{path} (mode {stat.S_IMODE(status.st_mode):04o}, owner {owner})"

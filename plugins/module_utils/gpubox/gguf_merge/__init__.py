@@ -8,9 +8,10 @@ the shards are gone, and holds the digests to verify it with.
 """
 
 from ..gguf import read_header
+from .destination import reserve
 from .journal import takes_from_shards
 from .manifest import known_result
-from .merging import Method, Options, Result, bytes_besides, merge
+from .merging import Method, Options, Result, bytes_besides, bytes_held, merge
 from .shards import combined, read_set, shard_paths
 
 __all__ = [
@@ -18,11 +19,13 @@ __all__ = [
     "Options",
     "Result",
     "bytes_besides",
+    "bytes_held",
     "combined",
     "known_result",
     "merge",
     "read_header",
     "read_set",
+    "reserve",
     "shard_paths",
     "takes_from_shards",
 ]

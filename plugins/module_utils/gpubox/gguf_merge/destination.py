@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ..errors import GpuboxError
 from ..gguf import Header
-from .files import companions, partial_path
+from .files import companions
 from .plan import Plan, Range
 from .shards import SHARD_NAME
 from .system import PAGE
@@ -138,19 +137,15 @@ class Space:
         )
 
 
-def space(plan: Plan, dest: Path, at_once: int) -> Space:
+def space(dest: Path, at_once: int, held: int) -> Space:
     """What is needed and what is there.
 
     Args:
         at_once: bytes that are new on the disk before old ones are given back: all of the result,
             one epoch in place, or what is not shared.
+        held: bytes of an interrupted run that count as free.
     """
     status = os.statvfs(dest.parent)
-    held = 0
-    with contextlib.suppress(FileNotFoundError):  # goes on being used, or is removed first
-        held = partial_path(dest).stat().st_blocks * 512
-    if at_once < plan.size:
-        held = 0
     return Space(at_once, reserve(at_once), status.f_bavail * status.f_frsize + held)
 
 

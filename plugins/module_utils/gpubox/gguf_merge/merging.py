@@ -49,6 +49,29 @@ def bytes_besides(method: Method, size: int) -> int:
     return size // 500 if method is Method.REFLINK else size
 
 
+def bytes_held(method: Method, dest: Path, sources: Sequence[Path]) -> int:
+    """Bytes of an interrupted run that the next one goes on with or gives back before it writes.
+
+    Of a copy that is the unfinished result. In place it is what lies there twice: what has its
+    blocks and was not copied yet, or was copied and not yet taken from its shard.
+    """
+    held, _ = _taken(partial_path(Path(os.path.realpath(dest))))
+    if method is Method.REFLINK or not held:
+        return 0  # of shared blocks nobody knows how many come free
+    if method is Method.IN_PLACE:
+        held += sum(taken - size for taken, size in map(_taken, sources))
+    return max(held, 0)
+
+
+def _taken(path: Path) -> tuple[int, int]:
+    """Bytes that a file takes on the disk, and its length; nothing when there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_blocks * 512, status.st_size
+
+
 @dataclass(frozen=True)
 class Options:
     """What a merge may be asked for.
@@ -316,7 +339,8 @@ class _Merge:
         action = "copied" if plan.whole else "merged"
         room = None
         if self._dest.parent.is_dir():
-            room = space(plan, self._dest, self._at_once(plan))
+            held = bytes_held(self._options.method, self._dest, self._paths)
+            room = space(self._dest, self._at_once(plan), held)
             if self._options.notice is not None:
                 self._options.notice(room)
             fault = room.fault(self._dest.parent)
