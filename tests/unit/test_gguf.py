@@ -117,6 +117,35 @@ def test_arrays_of_every_type_are_skipped(tmp_path: Path) -> None:
     assert all(keys[name].value is None for name, *_ in arrays)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [0] * 3000,
+        [127] * 2500,
+        [128] * 2500,
+        [5] * 1023,
+        [5] * 1024,
+        [5] * 1025,
+        [*[9] * 1500, 2 << 20, *[0, 126, 127, 128, 255, 256, 257, 65536] * 300, *[1] * 2049],
+        [300_000] * 12,
+    ],
+    ids=len,
+)
+@pytest.mark.parametrize("byte", [b"\0", b"\x07", b"\n"])
+def test_arrays_of_strings_end_where_they_end(
+    tmp_path: Path, sizes: list[int], byte: bytes
+) -> None:
+    """Batches of short strings, long ones, and both across the reads of the file."""
+    key = ("tokens", ARRAY, (STRING, [byte * size for size in sizes]))
+    path = write(tmp_path, GgufFile((key, ("last", U8, 7)), TENSORS).to_bytes())
+    header = read_header(path)
+    assert header.keys["tokens"].end - header.keys["tokens"].start == len(key_value(key))
+    assert header.keys["last"].value == 7
+    assert len(header.tensors) == len(TENSORS)
+    cut = write(tmp_path, path.read_bytes()[: header.keys["tokens"].end - 1])
+    assert "truncated" in refusal(cut).measured
+
+
 def test_a_large_vocabulary_costs_little_memory(tmp_path: Path) -> None:
     token = string("token")
     count = 1_200_000
