@@ -480,7 +480,7 @@ def test_real_xfs_and_btrfs(mounted: Path, method: Method) -> None:
 
 def test_the_first_failure_of_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     class Origin:
-        def fill(self, view: memoryview, position: int) -> None:
+        def fill(self, view: memoryview, position: int, _: memoryview) -> None:
             view[:] = bytes(len(view))
             if position == 20:
                 raise ValueError("at 20")

@@ -9,9 +9,10 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from ..errors import GpuboxError
@@ -327,8 +328,9 @@ class _Merge:
         with (
             partial_file(self._dest) as descriptor,
             Target(descriptor) as target,
-            Sources(plan, writable=self._in_place) as sources,
+            locked(plan) if self._in_place else contextlib.nullcontext(),
         ):
+            sources = Sources(plan)
             if self._options.method is Method.REFLINK:
                 resumed, ledger = 0, self._share(plan, descriptor, target, sources)
             else:
@@ -364,7 +366,6 @@ class _Merge:
             else:
                 system.preallocate(descriptor, 0, plan.size)
         if self._in_place:
-            lock(plan, sources)
             consume(sources, 0, position, journal.token)
         while position < plan.size:
             end = min(position + self._options.epoch, plan.size)
@@ -429,8 +430,8 @@ class _Merge:
         shared, copied = pieces(plan)
         try:
             for position, part in shared:
-                source = sources.descriptor(part.source)
-                system.clone(source, descriptor, part.offset, position, part.length)
+                with sources.opened(part.source) as source:
+                    system.clone(source, descriptor, part.offset, position, part.length)
         except OSError as error:
             if error.errno not in system.UNSUPPORTED:
                 raise
@@ -473,15 +474,15 @@ def equal(plan: Plan, path: Path, options: Options) -> Ledger | None:
     wanted, found = Ledger(plan.runs, preferred()), Ledger(plan.runs, preferred())
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with Sources(plan) as sources:
-            for start in range(0, plan.size, options.epoch):
-                end = min(start + options.epoch, plan.size)
-                report = stage(options.progress, "comparing", plan.size, start)
-                stream(sources, start, end, wanted)
-                stream(Reread(descriptor), start, end, found, progress=report)
-                if wanted.whole != found.whole:
-                    return None
-            sources.require_unchanged()
+        sources = Sources(plan)
+        for start in range(0, plan.size, options.epoch):
+            end = min(start + options.epoch, plan.size)
+            report = stage(options.progress, "comparing", plan.size, start)
+            stream(sources, start, end, wanted)
+            stream(Reread(descriptor), start, end, found, progress=report)
+            if wanted.whole != found.whole:
+                return None
+        sources.require_unchanged()
     finally:
         os.close(descriptor)
     return found
@@ -505,25 +506,31 @@ def require_in_place(dest: Path, descriptor: int, token: str) -> None:
     system.truncate(descriptor, 0)
 
 
-def lock(plan: Plan, sources: Sources) -> None:
-    """Keep other merges in place away from the shards."""
-    for index, header in enumerate(plan.sources):
+@contextlib.contextmanager
+def locked(plan: Plan) -> Iterator[None]:
+    """Keep other merges in place away from the shards: each of them has this first one too."""
+    path = plan.sources[0].path
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
         try:
-            fcntl.flock(sources.descriptor(index), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise GpuboxError(
-                f"{header.path}: in use by another merge in place",
+                f"{path}: in use by another merge in place",
                 "one merge in place at a time",
                 "Wait for it, or end it, and run again.",
             ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def mark(plan: Plan, sources: Sources, token: str) -> None:
     """Say on every shard that it is the one that this merge began with."""
     for index in range(len(plan.sources)):
-        descriptor = sources.descriptor(index)
-        system.mark(descriptor, token, system.WHOLE)
-        system.sync(descriptor)
+        with sources.opened(index, os.O_RDWR) as descriptor:
+            system.mark(descriptor, token, system.WHOLE)
+            system.sync(descriptor)
 
 
 def consume(sources: Sources, start: int, end: int, token: str) -> None:
@@ -531,15 +538,13 @@ def consume(sources: Sources, start: int, end: int, token: str) -> None:
 
     Each range is punched from its beginning, so that pages at the bounds of epochs go too.
     """
-    told: set[int] = set()
-    for part in sources.ranges(start, end):
-        descriptor = sources.descriptor(part.source)
-        if part.source not in told:
-            told.add(part.source)
+    for index, parts in groupby(sources.ranges(start, end), lambda part: part.source):
+        with sources.opened(index, os.O_RDWR) as descriptor:
             system.mark(descriptor, token, system.TAKEN)
             system.sync(descriptor)
-        system.punch(descriptor, part.offset, part.length)
-        sources.changed_by_us(part.source)
+            for part in parts:
+                system.punch(descriptor, part.offset, part.length)
+                sources.changed_by_us(part.source, descriptor)
 
 
 def publish(plan: Plan, descriptor: int, dest: Path) -> None:
