@@ -162,15 +162,59 @@ def headers(path: Path) -> None:
     )
 
 
+def reflink(work: Path, shards: Sequence[Path], python: str, kind: str) -> None:
+    """Time and extra space where blocks are shared, on a file system in a loop device."""
+    if os.geteuid() or shutil.which(f"mkfs.{kind}") is None:
+        print(f"reflink, {kind}: needs root and mkfs.{kind}")
+        return
+    image, folder = work / "image", work / "mounted"
+    folder.mkdir(exist_ok=True)
+    size = sum(path.stat().st_size for path in shards)
+    with image.open("wb") as stream:
+        stream.truncate(size * 5 // 4 + (1 << 30))
+    subprocess.run([f"mkfs.{kind}", "-q", image], check=True, capture_output=True)
+    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+    try:
+        own = [Path(shutil.copy(path, folder)) for path in shards]
+        dest = folder / "merged.gguf"
+        command = [
+            python,
+            "-m",
+            "gpubox.gguf_merge",
+            "--quiet",
+            "--method",
+            "reflink",
+            own[0],
+            dest,
+        ]
+        figures, extra = Figures(), []
+        for _ in range(3):
+            remove(dest)
+            drop(own)
+            before = free(folder)
+            timed(command, figures)
+            os.sync()
+            extra.append(before - free(folder))
+        header = read_header(dest).end
+    finally:
+        subprocess.run(["umount", folder], check=True)
+        image.unlink()
+    print(
+        f"reflink, {kind}: {min(figures.wall):.2f} to {max(figures.wall):.2f} s, at most "
+        f"{max(extra) / 1e6:.2f} MB more space (header {header / 1e6:.2f} MB)"
+    )
+
+
+def free(folder: Path) -> int:
+    """Bytes that are left on a file system."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
 def in_place(shards: Sequence[Path], dest: Path, python: str) -> None:
     """Time and extra space of a merge in place. Consumes the set."""
-
-    def free() -> int:
-        status = os.statvfs(dest.parent)
-        return status.f_bavail * status.f_frsize
-
     os.sync()
-    before = least = free()
+    before = least = free(dest.parent)
     size = sum(path.stat().st_size for path in shards)
     began = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "plugins" / "module_utils")}
@@ -178,7 +222,7 @@ def in_place(shards: Sequence[Path], dest: Path, python: str) -> None:
                str(shards[0]), str(dest)]  # fmt: skip
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        least = min(least, free())
+        least = min(least, free(dest.parent))
         time.sleep(0.01)
     took = time.monotonic() - began
     print(
@@ -221,6 +265,8 @@ def main() -> None:
         dest = work / "merged.gguf"
         compare(dest, shards, total, given.rounds, given.python, given.tool)
         remove(dest)
+        for kind in ("xfs", "btrfs"):
+            reflink(work, shards, given.python, kind)
         in_place(shards, dest, given.python)
         headers(work / "header.gguf")  # last: it takes memory, which children inherit
     finally:
