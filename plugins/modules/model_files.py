@@ -34,6 +34,10 @@ options:
   merged:
     description: The merger of the set. Once it is made the shards may be gone.
     type: path
+  origin:
+    description: What M(gguf_merge) was told of a fetched set; a merger of another is none of it.
+    type: str
+    default: ""
   token_file: {description: File of the box with a token or ?query., type: str, default: ""}
   ca_bundle: {description: Certificates to trust., type: str, default: ""}
   offline: {description: Fetch nothing and name what is missing., type: bool, default: false}
@@ -133,14 +137,12 @@ def bring(given: dict[str, Any], check_mode: bool) -> list[str]:
     names = {path.name for path in shards}
     remote = bool(given["source"])
     merged = Path(given["merged"]) if given["merged"] else None
-    if not remote and not any(path.exists() for path in shards):
-        if merged is not None and known_result(shards, merged) is not None:
-            return []
-        if check_mode:
-            return []
+    known = merged is not None and known_result(shards, merged, origin=given["origin"]) is not None
+    if not remote and not any(path.exists() for path in shards) and (known or check_mode):
+        return []
     settled = merged is not None and (
         takes_from_shards(merged)  # the merge in place is gone on with; its shards have holes
-        or (remote and mirror.is_merged(merged, mirror.read_record(record)))
+        or (remote and known)
     )
     wanted = [one for one in mirror.manifest(given["files"]) if not (settled and one.name in names)]
     faults = verify(wanted, shard.parent, record, check_mode)
@@ -167,6 +169,7 @@ def main() -> None:
             "quantization_types": {"type": "list", "elements": "str", "required": True},
             "record": {"type": "path", "required": True},
             "merged": {"type": "path"},
+            "origin": {"type": "str", "default": ""},
             # a path, no secret
             "token_file": {"type": "str", "default": "", "no_log": False},
             "ca_bundle": {"type": "str", "default": ""},

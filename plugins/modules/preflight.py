@@ -50,10 +50,10 @@ options:
     type: str
     choices: [copy, in_place, reflink]
     default: copy
-  record:
-    description: Notes on what was fetched and merged.
-    type: path
-    required: true
+  origin:
+    description: What tells a fetched set from others, empty when nothing is fetched.
+    type: str
+    default: ""
   model: {description: Path of the merged file., type: path, required: true}
   companions:
     description: Files that are to lie beside the merged file.
@@ -91,7 +91,7 @@ EXAMPLES = r"""
     options: {dtype: bfloat16, kv_cache_dtype: fp8}
     quantization_types: [F32, Q4_K, Q8_0]
     model_source: /shared/shards/GLM-5-00001-of-00010.gguf
-    record: /shared/glm5-gguf/sets/0123456789abcdef.verified.json
+    origin: 0123456789abcdef
     model: /shared/glm5-gguf/GLM-5.gguf
     companions: [config.json, tokenizer.json]
     user: vllm
@@ -117,8 +117,13 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpubox import preflight
 from ansible.module_utils.gpubox.errors import GpuboxError
 from ansible.module_utils.gpubox.gguf import Header
-from ansible.module_utils.gpubox.gguf_merge import Method, bytes_besides, read_set, shard_paths
-from ansible.module_utils.gpubox.mirror import is_merged, read_record
+from ansible.module_utils.gpubox.gguf_merge import (
+    Method,
+    bytes_besides,
+    known_result,
+    read_set,
+    shard_paths,
+)
 from ansible.module_utils.gpubox.model_facts import read_config
 from ansible.module_utils.gpubox.preflight_cards import (
     check_cards,
@@ -166,7 +171,7 @@ def space_needs(given: dict[str, Any], source: Path | None) -> list[tuple[str, s
     except GpuboxError:
         return needs  # a name that is none is told with the headers
     fetch = given["fetch_bytes"]
-    if fetch and is_merged(model, read_record(Path(given["record"]))):
+    if fetch and known_result(shards, model, origin=given["origin"]) is not None:
         fetch = 0
     there = 0
     if fetch and source.parent.is_dir():
@@ -360,7 +365,7 @@ def main() -> None:
                 "choices": [method.value for method in Method],
                 "default": "copy",
             },
-            "record": {"type": "path", "required": True},
+            "origin": {"type": "str", "default": ""},
             "model": {"type": "path", "required": True},
             "companions": {"type": "list", "elements": "str", "default": []},
             "user": {"type": "str", "required": True},

@@ -23,7 +23,15 @@ from .destination import Space, destination_faults, in_place_faults, pieces, spa
 from .digest import Ledger, computable, preferred
 from .files import partial_file, partial_path, remove_journal, remove_leftovers
 from .journal import Journal, begin, binding, read_journal, takes_from_shards
-from .manifest import damage, known_result, recorded_digest, recorded_whole, reread, write_manifest
+from .manifest import (
+    damage,
+    known_result,
+    record_origin,
+    recorded_digest,
+    recorded_whole,
+    reread,
+    write_manifest,
+)
 from .plan import Plan, make_plan, make_shared_plan
 from .progress import Progress, stage
 from .shards import combined, foreign_faults, read_set, shard_paths
@@ -60,6 +68,9 @@ class Options:
             llama.cpp does not read.
         verify: read the result again from the disk and hold it to its digests.
         sha256: name to hexadecimal digest of every shard, to tell foreign ones; empty for none.
+        origin: what the shards are, a digest of their publisher's list for example. It is kept in
+            the manifest: a result of another origin is not taken for this one when the shards,
+            which could tell, are gone.
         epoch: bytes after which the disk is synchronised and the journal written.
         progress: told what is being done.
         notice: told the space before anything is written.
@@ -68,6 +79,7 @@ class Options:
     method: Method = Method.COPY
     verify: bool = False
     sha256: Mapping[str, str] = field(default_factory=dict)
+    origin: str = ""
     epoch: int = EPOCH
     progress: Progress | None = None
     notice: Callable[[Space], None] | None = None
@@ -168,7 +180,7 @@ class _Merge:
     def _known(self) -> Result | None:
         """The result of an earlier run, as its manifest proves; verified if asked for."""
         shared = self._options.method is Method.REFLINK
-        tensors = known_result(self._paths, self._dest, shared)
+        tensors = known_result(self._paths, self._dest, shared, self._options.origin)
         if tensors is None:
             return None
         if self._options.verify:
@@ -183,6 +195,8 @@ class _Merge:
                     f"the digests of {self._dest.name}'s manifest",
                     "Check the disk, fetch the shards again and repeat.",
                 )
+        if not self._check_mode:
+            record_origin(self._dest, self._options.origin)
         journal = read_journal(self._dest)
         # the bytes that another set's merge in place took are in its unfinished result only
         if not self._check_mode and (
@@ -342,7 +356,9 @@ class _Merge:
         return replace(result, space=room, resumed=resumed)
 
     def _remember(self, plan: Plan, ledger: Ledger | None) -> None:
-        write_manifest(plan, self._dest, ledger, self._checked, self._in_place)
+        write_manifest(
+            plan, self._dest, ledger, self._checked, self._in_place, self._options.origin
+        )
 
     def _at_once(self, plan: Plan) -> int:
         if self._in_place:
