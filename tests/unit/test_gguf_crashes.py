@@ -67,7 +67,7 @@ class Box:
             assert self._snapshot() == self.sources
         else:
             assert not any(path.exists() for path in self.shards.paths)
-        assert system.marked(self.dest) == ("", "")
+        assert system.marked(self.dest) == ("", 0)
         assert self.merge().action == "unchanged"  # type: ignore[attr-defined]
 
 

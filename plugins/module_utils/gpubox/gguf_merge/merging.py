@@ -34,7 +34,7 @@ from .manifest import (
 )
 from .plan import Plan, make_plan, make_shared_plan
 from .progress import Progress, stage
-from .shards import combined, foreign_faults, read_set, shard_paths
+from .shards import alignment_of, combined, foreign_faults, read_set, shard_paths
 
 EPOCH = 1 << 30  # bytes between two entries of the journal
 
@@ -294,13 +294,14 @@ class _Merge:
         own = None if journal is None or not journal.position else journal.token
         faults = []
         for header in headers:
-            token, state = system.marked(header.path)
-            if state == system.TAKEN and token != own:
+            token, taken = system.marked(header.path)
+            if taken and token != own and not _written_again(header, headers[0], taken):
                 faults.append(
                     GpuboxError(
                         f"{header.path}: an unfinished merge in place took content from it",
                         "whole shards, or the journal of that merge beside its result",
-                        "Finish that merge with the method in_place, or fetch this file again.",
+                        "Finish that merge with the method in_place, or remove this file and fetch "
+                        "it again.",
                     )
                 )
             elif self._in_place and own is not None and token != own:
@@ -468,6 +469,22 @@ class _Merge:
         return ledger
 
 
+def _written_again(header: Header, first: Header, taken: int) -> bool:
+    """Whether a shard that a merge in place took content from has it again.
+
+    A download onto the same file leaves the mark. What was taken are whole blocks, a hole until
+    they are written, and the first ``taken`` bytes of the first tensor, which then are zeros. Zeros
+    of its own make a tensor look taken, so a whole file may be refused, never the other way round.
+    """
+    start = header.data_start(alignment_of(header, first))
+    begin = next((start + tensor.offset for tensor in header.tensors if tensor.size), header.size)
+    with header.path.open("rb") as stream:
+        if system.has_hole(stream.fileno(), header.size):
+            return False
+        stream.seek(begin)
+        return any(stream.read(min(taken, 1 << 20)))
+
+
 def _same_header(plan: Plan, dest: Path) -> bool:
     """Whether ``dest`` may be the result already, judged by its header and length."""
     try:
@@ -509,7 +526,7 @@ def require_in_place(dest: Path, descriptor: int, token: str) -> None:
     try:
         system.preallocate(descriptor, 0, system.PAGE)
         system.punch(descriptor, 0, system.PAGE)
-        system.mark(descriptor, token, system.WHOLE)
+        system.mark(descriptor, token, 0)
         system.unmark(descriptor)
     except OSError as error:
         if error.errno not in system.UNSUPPORTED:
@@ -545,7 +562,7 @@ def mark(plan: Plan, sources: Sources, token: str) -> None:
     """Say on every shard that it is the one that this merge began with."""
     for index in range(len(plan.sources)):
         with sources.opened(index, os.O_RDWR) as descriptor:
-            system.mark(descriptor, token, system.WHOLE)
+            system.mark(descriptor, token, 0)
             system.sync(descriptor)
 
 
@@ -556,9 +573,11 @@ def consume(sources: Sources, start: int, end: int, token: str) -> None:
     """
     for index, parts in groupby(sources.ranges(start, end), lambda part: part.source):
         with sources.opened(index, os.O_RDWR) as descriptor:
-            system.mark(descriptor, token, system.TAKEN)
-            system.sync(descriptor)
-            for part in parts:
+            first, *others = parts
+            if not system.marked(descriptor)[1]:
+                system.mark(descriptor, token, first.length)
+                system.sync(descriptor)
+            for part in (first, *others):
                 system.punch(descriptor, part.offset, part.length)
                 sources.changed_by_us(part.source, descriptor)
 

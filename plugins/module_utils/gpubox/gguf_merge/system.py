@@ -24,9 +24,8 @@ UNSUPPORTED = frozenset(
     {errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV}
 )
 MARK = "user.gpubox.merge-in-place"
-"""Extended attribute of a shard: the token of the merge in place, and whether content is gone."""
-TAKEN = "taken"
-WHOLE = "whole"
+"""Extended attribute of a shard: token of the merge in place, and the bytes of its first tensor that
+are or will be gone, 0 while it is whole."""
 
 # linux/falloc.h
 _KEEP_SIZE = 1
@@ -108,9 +107,9 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
-def mark(descriptor: int, token: str, state: str) -> None:
+def mark(descriptor: int, token: str, taken: int) -> None:
     """Write on a shard which merge in place takes its content away, or will."""
-    os.setxattr(descriptor, MARK, f"{token} {state}".encode())
+    os.setxattr(descriptor, MARK, f"{token} {taken}".encode())
 
 
 def unmark(descriptor: int) -> None:
@@ -118,14 +117,22 @@ def unmark(descriptor: int) -> None:
     os.removexattr(descriptor, MARK)
 
 
-def marked(path: Path) -> tuple[str, str]:
-    """Token and state as `mark` wrote them; empty for a shard that no merge in place has seen."""
+def marked(file: Path | int) -> tuple[str, int]:
+    """Token and bytes as `mark` wrote them; empty and 0 for a shard that no merge in place saw."""
     try:
-        value = os.getxattr(path, MARK).decode("ascii", "replace")
+        value = os.getxattr(file, MARK).decode("ascii", "replace")
     except OSError:
-        return "", ""
-    token, _, state = value.partition(" ")
-    return token, state
+        return "", 0
+    token, _, taken = value.partition(" ")
+    return token, int(taken) if taken.isdecimal() else 1
+
+
+def has_hole(descriptor: int, size: int) -> bool:
+    """Whether blocks of a file are missing."""
+    try:
+        return os.lseek(descriptor, 0, os.SEEK_HOLE) < size
+    except OSError:
+        return False
 
 
 def memory(size: int) -> memoryview:
