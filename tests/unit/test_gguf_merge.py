@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -878,6 +879,53 @@ def test_a_second_merge_to_the_same_file_is_refused(good: ShardSet, dest: Path) 
         assert partial_path(dest).read_bytes() == b"work of the first"
     assert not partial_path(dest).exists()
     assert merge(good.paths[0], dest).action == "merged"
+
+
+ODD = [
+    "", ".", "..", "x" * 255, "x" * 256, "x" * 240, "a/" * 3000 + "x", "nul\0byte", "new\nline",
+    "no text \udcff", "no character \ud800", "loop", "loop/x", "file/x", "pipe", "-x",
+    "no/such/folder", "x-00001-of-00003.gguf", "x" * 250 + "-00001-of-00003.gguf",
+    "-00001-of-00003.gguf", "\0-00001-of-00003.gguf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD, ids=lambda name: ascii(name)[:24])
+@pytest.mark.parametrize("check_mode", [True, False])
+def test_odd_paths_are_merged_or_refused(
+    good: ShardSet, tmp_path: Path, name: str, check_mode: bool
+) -> None:
+    box = tmp_path / "box"
+    box.mkdir()
+    (box / "loop").symlink_to("loop")
+    (box / "file").write_bytes(b"")
+    os.mkfifo(box / "pipe")
+    for src, dest in ((box / name, box / "out.gguf"), (good.paths[0], box / name)):
+        try:
+            result = merge(src, dest, check_mode)
+        except GpuboxError:
+            assert not any(path.name.startswith(".") for path in box.iterdir())
+            continue
+        if check_mode:
+            assert result.action in ("merged", "awaited")
+        else:
+            assert result.path.read_bytes() == good.merged
+    with pytest.raises(GpuboxError):
+        merge(good.paths[0], Path("/"), check_mode)
+    with contextlib.suppress(GpuboxError):
+        read_header(box / name)
+
+
+def test_names_that_are_no_text_are_told(
+    good: ShardSet, dest: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    odd = dest.with_name("no text \udcff")
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert command.main([str(good.paths[0]), str(odd)]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert "no text \\udcff" in capfd.readouterr().out
+    assert odd.read_bytes() == good.merged
 
 
 def test_a_planted_link_is_not_followed(good: ShardSet, dest: Path, tmp_path: Path) -> None:

@@ -306,6 +306,8 @@ def read_header(path: Path) -> Header:
         raise _error(
             path, "missing", "a GGUF file", "Fetch this file, or correct the path."
         ) from None
+    except ValueError as error:  # of the path: a NUL byte, or what no encoding has
+        raise _error(path, str(error), "the path of a file", "Correct the path.") from None
     except OSError as error:
         raise _error(
             path,

@@ -19,9 +19,16 @@ from ..errors import GpuboxError
 from ..gguf import Header, read_header
 from . import system
 from .copy import Reread, Sources, Target, stream
-from .destination import Space, destination_faults, in_place_faults, pieces, space
+from .destination import (
+    Space,
+    destination_faults,
+    in_place_faults,
+    pieces,
+    require_usable,
+    space,
+)
 from .digest import Ledger, computable, preferred
-from .files import partial_file, partial_path, remove_journal, remove_leftovers
+from .files import companions, partial_file, partial_path, remove_journal, remove_leftovers
 from .journal import Journal, begin, binding, read_journal, takes_from_shards
 from .manifest import (
     damage,
@@ -128,8 +135,10 @@ def merge(
             copy failed. Then ``dest`` is as it was.
     """
     started = time.monotonic()
-    dest = Path(os.path.realpath(dest))
     paths = shard_paths(src)
+    require_usable(*paths[:1], dest)
+    dest = Path(os.path.realpath(dest))
+    require_usable(*companions(dest))
     try:
         result = _Merge(paths, dest, check_mode, options or Options()).run()
     except OSError as error:

@@ -24,8 +24,8 @@ UNSUPPORTED = frozenset(
     {errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV}
 )
 MARK = "user.gpubox.merge-in-place"
-"""Extended attribute of a shard: token of the merge in place, and the bytes of its first tensor that
-are or will be gone, 0 while it is whole."""
+"""Extended attribute of a shard: the token of the merge in place, and bytes of its first tensor
+that are or will be gone, 0 while it is whole."""
 
 # linux/falloc.h
 _KEEP_SIZE = 1
