@@ -57,6 +57,7 @@ from tests.unit.gguf_files import (
     TensorData,
     shard_set,
 )
+from tests.unit.gguf_mutations import mutated
 from tests.unit.timing import AT_ONCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -1020,7 +1021,7 @@ def test_ctrl_c_and_sigterm_clean_up(
     assert not list(dest.parent.iterdir())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_mutated_shards_are_refused_or_merged_faithfully(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -1028,15 +1029,14 @@ def test_mutated_shards_are_refused_or_merged_faithfully(
     folder = tmp_path_factory.mktemp("mutated")
     shards = shard_set(folder / "shards")
     victim = data.draw(st.integers(0, 2))
-    content = bytearray(shards.paths[victim].read_bytes())
-    header_size = len(shards.shards[victim].header())
-    for _ in range(data.draw(st.integers(1, 3))):
-        position = data.draw(st.integers(0, header_size - 1))
-        replacement = data.draw(st.binary(min_size=1, max_size=8))
-        content[position : position + len(replacement)] = replacement
-    if data.draw(st.booleans()):
-        del content[data.draw(st.integers(0, len(content))) :]
-    shards.paths[victim].write_bytes(content)
+    shard, path = shards.shards[victim], shards.paths[victim]
+    content = path.read_bytes()[len(shard.header()) :]
+    header = mutated(data, shard, most=3)
+    cut = data.draw(st.one_of(st.just(0), st.integers(0, len(content))))
+    # behind the header as it was, or laid out for the one that it is now
+    pad = data.draw(st.sampled_from([b"", bytes(-len(header) % 32)]))
+    data_start = -len(shard.header()) % 32 if pad else 0
+    path.write_bytes(header + pad + content[data_start : len(content) - cut])
     dest = folder / "merged.gguf"
     try:
         merge(shards.paths[0], dest)
