@@ -109,6 +109,12 @@ def remove(dest: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def paired(figures: Figures, base: Figures) -> str:
+    """Times as multiples of another method's in the same round, least and most."""
+    ratios = [one / other for one, other in zip(figures.wall, base.wall, strict=True)]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
 def compare(
     dest: Path, shards: Sequence[Path], size: int, rounds: int, python: str, tool: str | None
 ) -> None:
@@ -136,6 +142,12 @@ def compare(
                 f"| {min(found.cpu) / size * 1e9:.2f} to {max(found.cpu) / size * 1e9:.2f} "
                 f"| {max(found.rss) >> 20} | {statistics.median(found.cached) / 1e9:.2f} |",
                 flush=True,
+            )
+        verified = paired(table["gpubox --verify"], table["gpubox"])
+        print(f"\ncopy and verification: {verified} times the copy's time")
+        if tool:
+            print(
+                f"llama-gguf-split: {paired(table['llama-gguf-split'], table['gpubox'])} times it"
             )
     if tool:
         theirs = dest.with_name("theirs.gguf")
