@@ -69,6 +69,7 @@ identity:
   returned: when all shards are there
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
+    os.umask(0o022)  # the service user reads what comes, whatever root's own mask is
     try:
         names = bring(module.params, module.check_mode)
     except GpuboxError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,17 @@ def test_a_set_of_the_hub_is_fetched_once(model: Model, server: FileServer, good
     again = model.fetch()
     assert (again["changed"], again["identity"]) == (False, answer["identity"])
     assert len(server.seen) == asked
+
+
+def test_what_comes_can_be_read_by_the_service_user(model: Model) -> None:
+    mask = os.umask(0o077)
+    try:
+        model.fetch()
+    finally:
+        os.umask(mask)
+    folders = [model.shards, model.shards.parent]
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o755, 0o755]
+    assert {path.stat().st_mode & 0o777 for path in model.shards.iterdir()} == {0o644}
 
 
 def test_check_mode_looks_at_the_headers_and_writes_nothing(
