@@ -67,7 +67,6 @@ def main(names: list[str]) -> None:
             "options": stack["serve"]["options"],
             "quantization_types": stack["quantization_types"],
             "model_source": "",
-            "record": "/srv/models/glm5/sets/x.verified.json",
             "model": "/srv/models/glm5/GLM-5.gguf",
             "user": "vllm",
             "unit": "vllm-glm5.service",

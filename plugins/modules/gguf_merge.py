@@ -59,6 +59,13 @@ options:
         another revision with the same counts.
     type: dict
     default: {}
+  origin:
+    description:
+      - What the shards are, for example a digest of their publisher's list. The manifest keeps it,
+        so that the result of another revision, whose shards have the same names, is not taken for
+        this one when the shards are gone.
+    type: str
+    default: ""
   progress_file:
     description:
       - File on the box that holds a line with bytes, rate and time left while the merge runs. The
@@ -176,6 +183,7 @@ def main() -> None:
             "method": {"type": "str", "choices": [*Method], "default": str(Method.COPY)},
             "verify": {"type": "bool", "default": False},
             "sha256": {"type": "dict", "default": {}},
+            "origin": {"type": "str", "default": ""},
             "progress_file": {"type": "path"},
         },
         add_file_common_args=True,
@@ -189,6 +197,7 @@ def main() -> None:
             Method(module.params["method"]),
             module.params["verify"],
             module.params["sha256"],
+            module.params["origin"],
             progress=Line(file) if file and not module.check_mode else None,
         )
         result = merge(Path(module.params["src"]), dest, module.check_mode, options)

@@ -34,6 +34,10 @@ options:
   merged:
     description: The merger of the set. Once it is made the shards may be gone.
     type: path
+  origin:
+    description: What M(gguf_merge) was told of a fetched set; a merger of another is none of it.
+    type: str
+    default: ""
   token_file: {description: File of the box with a token or ?query., type: str, default: ""}
   ca_bundle: {description: Certificates to trust., type: str, default: ""}
   offline: {description: Fetch nothing and name what is missing., type: bool, default: false}
@@ -65,6 +69,7 @@ identity:
   returned: when all shards are there
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +138,11 @@ def bring(given: dict[str, Any], check_mode: bool) -> list[str]:
     remote = bool(given["source"])
     merged = Path(given["merged"]) if given["merged"] else None
     if not remote and not any(path.exists() for path in shards):
-        if merged is not None and known_result(shards, merged) is not None:
+        if merged is not None and known_result(shards, merged, origin=given["origin"]) is not None:
             return []
         if check_mode:
             return []
-    settled = merged is not None and mirror.settled(merged, mirror.read_record(record), remote)
+    settled = merged is not None and mirror.settled(shards, merged, given["origin"], remote)
     wanted = [one for one in mirror.manifest(given["files"]) if not (settled and one.name in names)]
     faults = verify(wanted, shard.parent, record, check_mode)
     missing = [one for one in wanted if one.name in faults]
@@ -163,6 +168,7 @@ def main() -> None:
             "quantization_types": {"type": "list", "elements": "str", "required": True},
             "record": {"type": "path", "required": True},
             "merged": {"type": "path"},
+            "origin": {"type": "str", "default": ""},
             # a path, no secret
             "token_file": {"type": "str", "default": "", "no_log": False},
             "ca_bundle": {"type": "str", "default": ""},
@@ -170,6 +176,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
+    os.umask(0o022)  # the service user reads what comes, whatever root's own mask is
     try:
         names = bring(module.params, module.check_mode)
     except GpuboxError as error:

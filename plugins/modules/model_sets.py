@@ -9,11 +9,9 @@ module: model_sets
 short_description: Of the fetched sets of shards only those that the policy keeps are there
 description:
   - Removes what M(model_files) fetched and nothing else.
-  - Notes what the merged file was made of, so that its shards need not be fetched again.
 options:
   sets: {description: Folder of the fetched sets., type: path, required: true}
   shard: {description: A shard of the set in use., type: path, required: true}
-  record: {description: File of the notes on what was verified., type: path, required: true}
   merged: {description: The merger of the set in use., type: path}
   keep:
     description: All sets, the one in use, or not even its shards once they are merged.
@@ -31,7 +29,6 @@ EXAMPLES = r"""
   model_sets:
     sets: /srv/models/sets
     shard: /srv/models/sets/0123456789abcdef/GLM-5-00001-of-00002.gguf
-    record: /srv/models/sets/0123456789abcdef.verified.json
     keep: current
 """
 
@@ -53,31 +50,17 @@ def main() -> None:
         argument_spec={
             "sets": {"type": "path", "required": True},
             "shard": {"type": "path", "required": True},
-            "record": {"type": "path", "required": True},
             "merged": {"type": "path"},
             "keep": {"type": "str", "choices": ["all", "current", "none"], "default": "all"},
         },
         supports_check_mode=True,
     )
     given = module.params
-    record = Path(given["record"])
-    merged = Path(given["merged"]) if given["merged"] else None
-    fresh = (
-        merged is not None
-        and merged.is_file()
-        and not mirror.is_merged(merged, mirror.read_record(record))
-    )
+    merged = bool(given["merged"]) and Path(given["merged"]).is_file()
     paths: list[Path] = []
     try:
-        paths = mirror.surplus(
-            Path(given["sets"]),
-            Path(given["shard"]),
-            given["keep"],
-            merged is not None and merged.is_file(),
-        )
+        paths = mirror.surplus(Path(given["sets"]), Path(given["shard"]), given["keep"], merged)
         if not module.check_mode:
-            if merged is not None and fresh:
-                mirror.note_merged(merged, record)
             for path in paths:
                 # a link into another disk is taken away, what it leads to is not ours
                 if path.is_dir() and not path.is_symlink():

@@ -54,10 +54,10 @@ options:
     type: str
     choices: [copy, in_place, reflink]
     default: copy
-  record:
-    description: Notes on what was fetched and merged.
-    type: path
-    required: true
+  origin:
+    description: What tells a fetched set from others, empty when nothing is fetched.
+    type: str
+    default: ""
   model: {description: Path of the merged file., type: path, required: true}
   companions:
     description: Files that are to lie beside the merged file.
@@ -101,7 +101,7 @@ EXAMPLES = r"""
     options: {dtype: bfloat16, kv_cache_dtype: fp8}
     quantization_types: [F32, Q4_K, Q8_0]
     model_source: /shared/shards/GLM-5-00001-of-00010.gguf
-    record: /shared/glm5-gguf/sets/0123456789abcdef.verified.json
+    origin: 0123456789abcdef
     model: /shared/glm5-gguf/GLM-5.gguf
     companions: [config.json, tokenizer.json]
     user: vllm
@@ -134,7 +134,7 @@ from ansible.module_utils.gpubox.gguf_merge import (
     read_set,
     shard_paths,
 )
-from ansible.module_utils.gpubox.mirror import read_record, settled
+from ansible.module_utils.gpubox.mirror import settled
 from ansible.module_utils.gpubox.model_facts import read_config
 from ansible.module_utils.gpubox.preflight_cards import (
     check_cards,
@@ -181,7 +181,7 @@ def space_needs(given: dict[str, Any], source: Path | None) -> list[tuple[str, s
     except GpuboxError:
         return needs  # a name that is none is told with the headers
     fetch = given["fetch_bytes"]
-    if settled(model, read_record(Path(given["record"])), remote=fetch > 0):
+    if settled(shards, model, given["origin"], remote=fetch > 0):
         fetch = 0
     there = sizes(source.parent)
     needs.append(("shards", str(source), max(fetch - sum(there.values()), 0) if fetch else 0))
@@ -383,7 +383,7 @@ def main() -> None:
                 "choices": [method.value for method in Method],
                 "default": "copy",
             },
-            "record": {"type": "path", "required": True},
+            "origin": {"type": "str", "default": ""},
             "model": {"type": "path", "required": True},
             "companions": {"type": "list", "elements": "str", "default": []},
             "packages": {"type": "list", "elements": "str", "default": []},

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from gpubox.gguf import read_header
 
+from tests.bench.gguf_set import write_header
+
 ROOT = Path(__file__).resolve().parents[2]
 DROP = Path("/proc/sys/vm/drop_caches")
 
@@ -107,6 +109,12 @@ def remove(dest: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def paired(figures: Figures, base: Figures) -> str:
+    """Times as multiples of another method's in the same round, least and most."""
+    ratios = [one / other for one, other in zip(figures.wall, base.wall, strict=True)]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
 def compare(
     dest: Path, shards: Sequence[Path], size: int, rounds: int, python: str, tool: str | None
 ) -> None:
@@ -135,6 +143,12 @@ def compare(
                 f"| {max(found.rss) >> 20} | {statistics.median(found.cached) / 1e9:.2f} |",
                 flush=True,
             )
+        verified = paired(table["gpubox --verify"], table["gpubox"])
+        print(f"\ncopy and verification: {verified} times the copy's time")
+        if tool:
+            print(
+                f"llama-gguf-split: {paired(table['llama-gguf-split'], table['gpubox'])} times it"
+            )
     if tool:
         theirs = dest.with_name("theirs.gguf")
         subprocess.run([tool, "--merge", shards[0], theirs], check=True, capture_output=True)
@@ -143,27 +157,76 @@ def compare(
         print(f"\nidentical to llama-gguf-split --merge: {'yes' if same else 'NO'}")
 
 
-def headers(shards: Sequence[Path]) -> None:
-    """Time to parse ten headers of a real first shard's size."""
-    took = []
-    for _ in range(5):
-        began = time.monotonic()
+def headers(path: Path) -> None:
+    """Time to parse ten headers of a real model's size."""
+    write_header(path)
+    wall, cpu = [], []
+    for _ in range(7):
+        began, used = time.monotonic(), time.process_time()
         for _ in range(10):
-            read_header(shards[0])
-        took.append(time.monotonic() - began)
-    header = read_header(shards[0])
-    print(f"ten headers of {header.end / 1e6:.1f} MB: {min(took):.3f} to {max(took):.3f} s")
+            header = read_header(path)
+        wall.append(time.monotonic() - began)
+        cpu.append(time.process_time() - used)
+    path.unlink()
+    print(
+        f"ten headers of {header.end / 1e6:.1f} MB, {len(header.tensors)} tensors: "
+        f"{min(wall):.3f} to {max(wall):.3f} s, {min(cpu):.3f} to {max(cpu):.3f} CPU s"
+    )
+
+
+def reflink(work: Path, shards: Sequence[Path], python: str, kind: str) -> None:
+    """Time and extra space where blocks are shared, on a file system in a loop device."""
+    if os.geteuid() or shutil.which(f"mkfs.{kind}") is None:
+        print(f"reflink, {kind}: needs root and mkfs.{kind}")
+        return
+    image, folder = work / "image", work / "mounted"
+    folder.mkdir(exist_ok=True)
+    size = sum(path.stat().st_size for path in shards)
+    with image.open("wb") as stream:
+        stream.truncate(size * 5 // 4 + (1 << 30))
+    subprocess.run([f"mkfs.{kind}", "-q", image], check=True, capture_output=True)
+    subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+    try:
+        own = [Path(shutil.copy(path, folder)) for path in shards]
+        dest = folder / "merged.gguf"
+        command = [
+            python,
+            "-m",
+            "gpubox.gguf_merge",
+            "--quiet",
+            "--method",
+            "reflink",
+            own[0],
+            dest,
+        ]
+        figures, extra = Figures(), []
+        for _ in range(3):
+            remove(dest)
+            drop(own)
+            before = free(folder)
+            timed(command, figures)
+            os.sync()
+            extra.append(before - free(folder))
+        header = read_header(dest).end
+    finally:
+        subprocess.run(["umount", folder], check=True)
+        image.unlink()
+    print(
+        f"reflink, {kind}: {min(figures.wall):.2f} to {max(figures.wall):.2f} s, at most "
+        f"{max(extra) / 1e6:.2f} MB more space (header {header / 1e6:.2f} MB)"
+    )
+
+
+def free(folder: Path) -> int:
+    """Bytes that are left on a file system."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 def in_place(shards: Sequence[Path], dest: Path, python: str) -> None:
     """Time and extra space of a merge in place. Consumes the set."""
-
-    def free() -> int:
-        status = os.statvfs(dest.parent)
-        return status.f_bavail * status.f_frsize
-
     os.sync()
-    before = least = free()
+    before = least = free(dest.parent)
     size = sum(path.stat().st_size for path in shards)
     began = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "plugins" / "module_utils")}
@@ -171,7 +234,7 @@ def in_place(shards: Sequence[Path], dest: Path, python: str) -> None:
                str(shards[0]), str(dest)]  # fmt: skip
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        least = min(least, free())
+        least = min(least, free(dest.parent))
         time.sleep(0.01)
     took = time.monotonic() - began
     print(
@@ -211,11 +274,13 @@ def main() -> None:
             f"load {os.getloadavg()[0]:.1f}; {len(shards)} shards, {count} tensors, "
             f"{total / 1e9:.2f} GB"
         )
-        headers(shards)
         dest = work / "merged.gguf"
         compare(dest, shards, total, given.rounds, given.python, given.tool)
         remove(dest)
+        for kind in ("xfs", "btrfs"):
+            reflink(work, shards, given.python, kind)
         in_place(shards, dest, given.python)
+        headers(work / "header.gguf")  # last: it takes memory, which children inherit
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -39,6 +39,7 @@ from tests.unit.gguf_files import (
     key_value,
     string,
 )
+from tests.unit.gguf_mutations import HUGE, fields_of, mutated
 from tests.unit.timing import AT_ONCE
 
 GOOD = GgufFile(METADATA, TENSORS)
@@ -115,6 +116,35 @@ def test_arrays_of_every_type_are_skipped(tmp_path: Path) -> None:
     keys = read_header(path).keys
     assert keys["last"].value == 7
     assert all(keys[name].value is None for name, *_ in arrays)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [0] * 3000,
+        [127] * 2500,
+        [128] * 2500,
+        [5] * 1023,
+        [5] * 1024,
+        [5] * 1025,
+        [*[9] * 1500, 2 << 20, *[0, 126, 127, 128, 255, 256, 257, 65536] * 300, *[1] * 2049],
+        [300_000] * 12,
+    ],
+    ids=len,
+)
+@pytest.mark.parametrize("byte", [b"\0", b"\x07", b"\n"])
+def test_arrays_of_strings_end_where_they_end(
+    tmp_path: Path, sizes: list[int], byte: bytes
+) -> None:
+    """Batches of short strings, long ones, and both across the reads of the file."""
+    key = ("tokens", ARRAY, (STRING, [byte * size for size in sizes]))
+    path = write(tmp_path, GgufFile((key, ("last", U8, 7)), TENSORS).to_bytes())
+    header = read_header(path)
+    assert header.keys["tokens"].end - header.keys["tokens"].start == len(key_value(key))
+    assert header.keys["last"].value == 7
+    assert len(header.tensors) == len(TENSORS)
+    cut = write(tmp_path, path.read_bytes()[: header.keys["tokens"].end - 1])
+    assert "truncated" in refusal(cut).measured
 
 
 def test_a_large_vocabulary_costs_little_memory(tmp_path: Path) -> None:
@@ -262,41 +292,80 @@ def test_overlapping_and_misaligned_tensors_are_refused(tmp_path: Path) -> None:
     assert "64-bit size" in refusal(path).wanted
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_no_mutation_crashes_hangs_or_eats_memory(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    content = bytearray(GOOD.to_bytes())
-    header_size = len(GOOD.header())
-    for _ in range(data.draw(st.integers(1, 4))):
-        position = data.draw(st.integers(0, header_size - 1))
-        kind = data.draw(st.sampled_from(["byte", "u32", "u64", "cut", "insert", "delete"]))
-        if kind == "byte":
-            content[position : position + 1] = data.draw(st.binary(min_size=1, max_size=1))
-        elif kind == "u32":
-            number = data.draw(st.sampled_from([0, 1, 9, 12, 2**31, 2**32 - 1]))
-            content[position : position + 4] = struct.pack("<I", number)
-        elif kind == "u64":
-            number = data.draw(st.sampled_from([0, 1, 2**16, 2**31, 2**40, 2**63, 2**64 - 1]))
-            content[position : position + 8] = struct.pack("<Q", number)
-        elif kind == "cut":
-            del content[position:]
-        elif kind == "insert":
-            content[position:position] = data.draw(st.binary(min_size=1, max_size=40))
-        else:
-            del content[position : position + data.draw(st.integers(1, 40))]
-    path = write(tmp_path_factory.getbasetemp(), bytes(content), "mutated.gguf")
+MALFORMED = (
+    *ONE_EACH,
+    ("array.strings", ARRAY, (STRING, ["a", "", "b" * 200] * 700)),
+    ("array.numbers", ARRAY, (U16, list(range(300)))),
+    ("general.alignment", U32, 32),
+)
+
+
+def test_the_fields_are_those_of_the_header() -> None:
+    file = GgufFile(MALFORMED, TENSORS)
+    assert b"".join(data for _, data in fields_of(file)) == file.header()
+
+
+def read_or_refused(path: Path) -> None:
+    """What must hold whatever the file is: a header or a message, soon, in little memory."""
     tracemalloc.start()
+    started = time.monotonic()
     try:
         header = read_header(path)
     except GpuboxError as error:
         told = error.measured
+        text = str(error)
     else:
-        told = str(path)
+        told = text = str(path)
         header.layout_fault(header.own_alignment or 32)
+        assert header.end <= header.size
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert path.name in told
+    assert time.monotonic() - started < AT_ONCE
     assert peak < 8 << 20
+    text.encode("utf-8", "backslashreplace")
+
+
+@pytest.mark.parametrize("filled", [False, True], ids=["cut", "a hole behind"])
+def test_a_header_that_ends_in_any_field_is_refused(tmp_path: Path, filled: bool) -> None:
+    """At its beginning, behind its first byte and before its last one."""
+    end = 0
+    fields = fields_of(GgufFile(MALFORMED, TENSORS))
+    header = b"".join(data for _, data in fields)
+    for _, data in fields:
+        for at in {end, end + 1, end + len(data) - 1}:
+            path = write(tmp_path, header[:at])
+            if filled:
+                os.truncate(path, 1 << 30)
+                read_or_refused(path)
+            else:
+                assert refusal(path)
+        end += len(data)
+
+
+@pytest.mark.parametrize("number", HUGE)
+def test_any_length_count_or_type_may_be_anything(tmp_path: Path, number: int) -> None:
+    """Every one of them in turn."""
+    fields = fields_of(GgufFile(MALFORMED, TENSORS))
+    for place, (kind, _) in enumerate(fields):
+        if kind not in ("u32", "u64"):
+            continue
+        data = struct.pack("<I", number % 2**32) if kind == "u32" else struct.pack("<Q", number)
+        changed = [one for _, one in fields]
+        changed[place] = data
+        path = write(tmp_path, b"".join(changed) + bytes(4096))
+        read_or_refused(path)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_mutation_crashes_hangs_or_eats_memory(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = write(
+        tmp_path_factory.getbasetemp(), mutated(data, GgufFile(MALFORMED, TENSORS)), "mutated.gguf"
+    )
+    if data.draw(st.booleans()):
+        os.truncate(path, data.draw(st.sampled_from([0, 100, 5000, 1 << 20, 1 << 34])))
+    read_or_refused(path)

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubox.errors import GpuboxError
@@ -67,7 +69,7 @@ class Box:
             assert self._snapshot() == self.sources
         else:
             assert not any(path.exists() for path in self.shards.paths)
-        assert system.marked(self.dest) == ("", "")
+        assert system.marked(self.dest) == ("", 0)
         assert self.merge().action == "unchanged"  # type: ignore[attr-defined]
 
 
@@ -206,21 +208,26 @@ def test_a_full_disk_midway_is_gone_on_from(new_box: Callable[[], Box], room: in
     box.require_finished()
 
 
-def refuse_at(number: int) -> None:
-    """Let the call number ``number`` of those that need space fail, in this process."""
-    left = [number]
+def refuse(first: int, last: int) -> None:
+    """Let the calls ``first`` to ``last`` of those that need space fail, in this process.
 
-    def wrap(call: Callable[..., object]) -> Callable[..., object]:
-        def wrapped(*given: object) -> object:
-            left[0] -= 1
-            if left[0] == -1:
+    Half of a write fits before.
+    """
+    count = itertools.count()
+
+    def wrap(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*given: Any) -> object:
+            number = next(count)
+            if first <= number <= last:
+                if name == "write" and number == first and len(given[1]) > 1:
+                    return call(given[0], bytes(given[1][: len(given[1]) // 2]), given[2])
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return call(*given)
 
         return wrapped
 
     for name in ("write", "preallocate", "sync_data", "sync", "rename", "mark"):
-        setattr(system, name, wrap(getattr(system, name)))
+        setattr(system, name, wrap(name, getattr(system, name)))
 
 
 def test_no_space_at_every_call(new_box: Callable[[], Box], tmp_path: Path) -> None:
@@ -228,7 +235,25 @@ def test_no_space_at_every_call(new_box: Callable[[], Box], tmp_path: Path) -> N
     total = count_calls(new_box().merge, tmp_path / "tally")
     for number in range(0, total, STRIDE):
         box = new_box()
-        assert in_a_child(box.merge, lambda n=number: refuse_at(n)) in (FAILED, FINISHED)
+        assert in_a_child(box.merge, lambda n=number: refuse(n, n + 1)) in (FAILED, FINISHED)
         box.require_nothing_wrong()
+        box.merge()
+        box.require_finished()
+
+
+def test_a_disk_that_is_full_from_a_random_point_on(new_box: Callable[[], Box]) -> None:
+    """One run after the other, until space was made."""
+    dice = random.Random(7)  # noqa: S311 - repeatable
+    failures = 0
+    while failures < KILLS:
+        box = new_box()
+        for _ in range(dice.randrange(1, 4)):
+            number = dice.randrange(60)
+            status = in_a_child(box.merge, lambda n=number: refuse(n, 1 << 30))
+            assert status in (FAILED, FINISHED), number
+            failures += status == FAILED
+            box.require_nothing_wrong()
+            if status == FINISHED:
+                break
         box.merge()
         box.require_finished()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -56,6 +57,7 @@ from tests.unit.gguf_files import (
     TensorData,
     shard_set,
 )
+from tests.unit.gguf_mutations import mutated
 from tests.unit.timing import AT_ONCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -624,7 +626,105 @@ def test_file_systems_without_direct_writes_are_served(
         monkeypatch.setattr(system, "_fallocate", refuse)
     merge(good.paths[0], dest)
     assert dest.read_bytes() == good.merged
-    assert calls == [refused]  # not asked again for each block
+    # asked once, not for each block; reads ask for each file
+    assert calls == [refused] * (1 + len(good.paths) if refused == "open" else 1)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_file_systems_without_direct_reads_are_served(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    real, refused = os.preadv, []
+
+    def preadv(descriptor: int, views: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(number, os.strerror(number))
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(system, "in_cache", lambda *_: False)
+    monkeypatch.setattr(copy.os, "preadv", preadv)
+    merge(good.paths[0], dest, options=Options(verify=True))
+    assert dest.read_bytes() == good.merged
+    assert refused
+
+
+def drop(path: Path, length: int = 0) -> None:
+    """Take the first bytes of a file, or all, out of the page cache."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        system.forget(stream.fileno(), 0, length)
+
+
+def cached(path: Path, offset: int, length: int) -> bool | None:
+    with path.open("rb") as stream:
+        return system.in_cache(stream.fileno(), offset, length)
+
+
+@pytest.mark.parametrize("seen", [True, False, None], ids=["cached", "not cached", "unknown"])
+def test_the_page_cache_is_left_as_found(
+    tmp_path: Path, dest: Path, monkeypatch: pytest.MonkeyPatch, seen: bool | None
+) -> None:
+    big = tuple(TensorData(f"blk.{n}.weight", (256, 8000), TYPE_Q4_K) for n in range(4))  # 1.15 MB
+    shards = shard_set(tmp_path / "shards", (2,), big)
+    drop(shards.paths[0])
+    if cached(shards.paths[0], 1 << 20, 1 << 20) is not False:
+        pytest.skip("this kernel does not say what is cached, or this file system is memory")
+    if seen is None:
+        monkeypatch.setattr(system, "in_cache", lambda *_: None)
+    for path in shards.paths:
+        drop(path)
+        if seen:
+            path.read_bytes()
+    merge(shards.paths[0], dest, options=Options(verify=True))
+    monkeypatch.undo()
+    size = dest.stat().st_size
+    found = [(path, path.stat().st_size) for path in shards.paths]
+    for path, length in found:
+        # the header was read through the cache, with what the kernel reads ahead
+        assert cached(path, length - (1 << 20), 1 << 20) is bool(seen)
+    assert cached(dest, size - (1 << 20), 1 << 20) is False
+    assert dest.read_bytes() == shards.merged
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_file_is_read_the_same_whatever_is_cached(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any"
+    size = data.draw(st.integers(1, 5 * system.PAGE))
+    content = hashlib.shake_128(b"any").digest(size)
+    path.write_bytes(content)
+    drop(path, data.draw(st.sampled_from([0, system.PAGE, 2 * system.PAGE, 1 << 30])))
+    room = data.draw(st.sampled_from([1, 200, system.PAGE, 3 * system.PAGE]))
+    scratch = system.memory(room + 2 * system.PAGE)
+    lead = data.draw(st.sampled_from([0, 32, system.PAGE]))
+    view = system.memory(lead + room)[lead:]
+    with path.open("rb") as stream, copy._File(stream.fileno(), scratch) as file:
+        for _ in range(data.draw(st.integers(1, 4))):
+            offset = data.draw(st.one_of(st.integers(0, size), st.sampled_from([0, system.PAGE])))
+            length = data.draw(st.one_of(st.integers(1, room), st.just(room)))
+            expected = content[offset : offset + length]
+            ahead = data.draw(st.integers(length, room))
+            assert file.read(view[:length], offset, ahead) == len(expected)
+            assert view[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("method", ["copy", "in_place"])
+def test_a_set_may_have_more_shards_than_a_process_open_files(
+    tmp_path: Path, dest: Path, method: str
+) -> None:
+    tensors = tuple(TensorData(f"blk.{number}.weight", (8,)) for number in range(150))
+    shards = shard_set(tmp_path / "shards", tuple(range(1, 150)), tensors)
+    code = (
+        "import resource, sys; from gpubox.gguf_merge import command\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        f"sys.exit(command.main([{str(shards.paths[0])!r}, {str(dest)!r}, '--method', {method!r}]))"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert dest.read_bytes() == shards.merged
 
 
 def test_short_writes_are_gone_on_with(
@@ -782,6 +882,53 @@ def test_a_second_merge_to_the_same_file_is_refused(good: ShardSet, dest: Path) 
     assert merge(good.paths[0], dest).action == "merged"
 
 
+ODD = [
+    "", ".", "..", "x" * 255, "x" * 256, "x" * 240, "a/" * 3000 + "x", "nul\0byte", "new\nline",
+    "no text \udcff", "no character \ud800", "loop", "loop/x", "file/x", "pipe", "-x",
+    "no/such/folder", "x-00001-of-00003.gguf", "x" * 250 + "-00001-of-00003.gguf",
+    "-00001-of-00003.gguf", "\0-00001-of-00003.gguf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD, ids=lambda name: ascii(name)[:24])
+@pytest.mark.parametrize("check_mode", [True, False])
+def test_odd_paths_are_merged_or_refused(
+    good: ShardSet, tmp_path: Path, name: str, check_mode: bool
+) -> None:
+    box = tmp_path / "box"
+    box.mkdir()
+    (box / "loop").symlink_to("loop")
+    (box / "file").write_bytes(b"")
+    os.mkfifo(box / "pipe")
+    for src, dest in ((box / name, box / "out.gguf"), (good.paths[0], box / name)):
+        try:
+            result = merge(src, dest, check_mode)
+        except GpuboxError:
+            assert not any(path.name.startswith(".") for path in box.iterdir())
+            continue
+        if check_mode:
+            assert result.action in ("merged", "awaited")
+        else:
+            assert result.path.read_bytes() == good.merged
+    with pytest.raises(GpuboxError):
+        merge(good.paths[0], Path("/"), check_mode)
+    with contextlib.suppress(GpuboxError):
+        read_header(box / name)
+
+
+def test_names_that_are_no_text_are_told(
+    good: ShardSet, dest: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    odd = dest.with_name("no text \udcff")
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert command.main([str(good.paths[0]), str(odd)]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert "no text \\udcff" in capfd.readouterr().out
+    assert odd.read_bytes() == good.merged
+
+
 def test_a_planted_link_is_not_followed(good: ShardSet, dest: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
@@ -874,7 +1021,7 @@ def test_ctrl_c_and_sigterm_clean_up(
     assert not list(dest.parent.iterdir())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_mutated_shards_are_refused_or_merged_faithfully(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -882,15 +1029,14 @@ def test_mutated_shards_are_refused_or_merged_faithfully(
     folder = tmp_path_factory.mktemp("mutated")
     shards = shard_set(folder / "shards")
     victim = data.draw(st.integers(0, 2))
-    content = bytearray(shards.paths[victim].read_bytes())
-    header_size = len(shards.shards[victim].header())
-    for _ in range(data.draw(st.integers(1, 3))):
-        position = data.draw(st.integers(0, header_size - 1))
-        replacement = data.draw(st.binary(min_size=1, max_size=8))
-        content[position : position + len(replacement)] = replacement
-    if data.draw(st.booleans()):
-        del content[data.draw(st.integers(0, len(content))) :]
-    shards.paths[victim].write_bytes(content)
+    shard, path = shards.shards[victim], shards.paths[victim]
+    content = path.read_bytes()[len(shard.header()) :]
+    header = mutated(data, shard, most=3)
+    cut = data.draw(st.one_of(st.just(0), st.integers(0, len(content))))
+    # behind the header as it was, or laid out for the one that it is now
+    pad = data.draw(st.sampled_from([b"", bytes(-len(header) % 32)]))
+    data_start = -len(shard.header()) % 32 if pad else 0
+    path.write_bytes(header + pad + content[data_start : len(content) - cut])
     dest = folder / "merged.gguf"
     try:
         merge(shards.paths[0], dest)

@@ -160,7 +160,7 @@ def test_the_documentation_names_every_parameter_and_answer(
 ) -> None:
     documented = yaml.safe_load(module.DOCUMENTATION)
     assert set(documented["options"]) == {
-        "src", "dest", "method", "verify", "sha256", "progress_file",
+        "src", "dest", "method", "verify", "sha256", "origin", "progress_file",
     }  # fmt: skip
     answer = run(module, capsys, good.paths[0], dest)
     ansible_own = {"changed", "diff", "invocation", "failed", "warnings", "deprecations"}

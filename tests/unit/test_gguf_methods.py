@@ -528,7 +528,7 @@ def test_real_xfs_and_btrfs(mounted: Path, method: Method) -> None:
 
 def test_the_first_failure_of_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     class Origin:
-        def fill(self, view: memoryview, position: int) -> None:
+        def fill(self, view: memoryview, position: int, _: memoryview) -> None:
             view[:] = bytes(len(view))
             if position == 20:
                 raise ValueError("at 20")
@@ -563,11 +563,59 @@ def test_a_known_result_does_not_cost_another_set_its_unfinished_merge(
     merge(good.paths[0], dest)
     other = shard_set(tmp_path / "other", metadata=(*METADATA[:-1], ("tiny.template", STRING, "y")))
     interrupted(other, dest)
-    assert system.marked(other.paths[0])[1] == system.TAKEN
+    assert system.marked(other.paths[0])[1]
     assert merge(good.paths[0], dest).action == "unchanged"
     assert merge(tmp_path / "gone" / good.paths[0].name, dest).action == "unchanged"
     assert merge(other.paths[0], dest, options=IN_PLACE).resumed
     assert dest.read_bytes() == other.merged
+
+
+def test_a_taken_shard_that_was_fetched_again_onto_the_same_file_is_whole(
+    tmp_path: Path, dest: Path
+) -> None:
+    """The mark stays on the inode; the content tells."""
+    shards = shard_set(tmp_path / "shards", (2, 4), large_tensors(6))
+    whole = {path: path.read_bytes() for path in shards.paths}
+    epochs = itertools.count()
+
+    def stop(what: str, *_: int) -> None:
+        if what == "copying" and next(epochs) == 11:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge(shards.paths[0], dest, options=Options(Method.IN_PLACE, epoch=1 << 15, progress=stop))
+    taken = [path for path in shards.paths if system.marked(path)[1]]
+    assert len(taken) >= 2
+    partial_path(dest).unlink()
+    journal_path(dest).unlink()
+    for number, path in enumerate(taken):
+        with pytest.raises(GpuboxError, match=f"{path.name}: an unfinished merge in place took"):
+            merge(shards.paths[0], dest)
+        if not number:  # its beginning came, the rest is still a hole
+            path.write_bytes(whole[path][:20_000])
+            os.truncate(path, len(whole[path]))
+            with pytest.raises(GpuboxError, match=f"{path.name}: an unfinished merge in place"):
+                merge(shards.paths[0], dest)
+        inode = path.stat().st_ino
+        path.write_bytes(whole[path])
+        assert (path.stat().st_ino, bool(system.marked(path)[1])) == (inode, True)
+    assert merge(shards.paths[0], dest).action == "merged"
+    assert dest.read_bytes() == shards.merged
+    dest.unlink()
+    assert merge(shards.paths[0], dest, options=IN_PLACE).action == "merged"
+    assert dest.read_bytes() == shards.merged
+
+
+def test_a_set_that_was_cut_from_a_file_with_shared_blocks_is_merged_so_again(
+    tmp_path: Path, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "clone", copying_stands_in_for_ficlonerange)
+    metadata = (*METADATA, ("gpubox.padding", STRING, " " * 100))
+    shards = shard_set(tmp_path / "shards", metadata=metadata)
+    assert merge(shards.paths[0], dest, options=REFLINK).action == "merged"
+    assert read_by_gguf_py(dest) == [(tensor.name, tensor.data) for tensor in TENSORS]
+    assert merge(shards.paths[0], dest).action == "merged"
+    assert dest.read_bytes() == shards.merged
 
 
 def test_sums_that_a_resumed_merge_did_not_check_are_not_recorded(

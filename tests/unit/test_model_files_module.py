@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubox.gguf_merge import merge
+from gpubox.errors import GpuboxError
+from gpubox.gguf_merge import Method, Options, merge
 from gpubox.gguf_merge.journal import Journal
 from gpubox.mirror import model_plan
 
@@ -81,14 +84,20 @@ class Model:
             "quantization_types": TYPES,
             "record": plan["record"],
             "merged": plan["model"] if self.layout == "merged" else "",
+            "origin": plan["origin"],
         }
         return self.run("model_files", failed, **(arguments | options))
+
+    def merge(self, method: Method = Method.COPY, **options: Any) -> str:
+        plan = self.plan
+        given = Options(method, origin=plan["origin"], epoch=700, **options)
+        return merge(Path(plan["shard"]), Path(plan["model"]), options=given).action
 
     def keep(self, keep: str, **options: Any) -> list[str]:
         plan = self.plan
         merged = plan["model"] if self.layout == "merged" else ""
         arguments = {"sets": str(self.folder / "sets"), "shard": plan["shard"], "keep": keep}
-        arguments |= {"record": plan["record"], "merged": merged}
+        arguments |= {"merged": merged}
         answer = self.run("model_sets", **arguments, **options)
         assert answer["changed"] == bool(answer["removed"])
         return [Path(path).name for path in answer["removed"]]
@@ -120,6 +129,17 @@ def test_a_set_of_the_hub_is_fetched_once(model: Model, server: FileServer, good
     again = model.fetch()
     assert (again["changed"], again["identity"]) == (False, answer["identity"])
     assert len(server.seen) == asked
+
+
+def test_what_comes_can_be_read_by_the_service_user(model: Model) -> None:
+    mask = os.umask(0o077)
+    try:
+        model.fetch()
+    finally:
+        os.umask(mask)
+    folders = [model.shards, model.shards.parent]
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o755, 0o755]
+    assert {path.stat().st_mode & 0o777 for path in model.shards.iterdir()} == {0o644}
 
 
 def test_check_mode_looks_at_the_headers_and_writes_nothing(
@@ -186,7 +206,7 @@ def test_merged_shards_may_go_and_are_not_fetched_again(
 ) -> None:
     model.fetch()
     merged = Path(model.plan["model"])
-    merge(Path(model.plan["shard"]), merged)
+    assert model.merge() == "merged"
     names = sorted(path.name for path in good.paths)
     assert model.keep("none", _ansible_check_mode=True) == names
     assert len(list(model.shards.iterdir())) == 4
@@ -198,6 +218,52 @@ def test_merged_shards_may_go_and_are_not_fetched_again(
     assert len(server.seen) == asked
     merged.write_bytes(b"another")
     assert sorted(model.fetch()["fetched"]) == names
+
+
+@pytest.mark.parametrize("interrupted", ["in the copy", "behind the merge"])
+def test_an_interrupted_role_does_not_fetch_again_what_a_merge_in_place_took(
+    model: Model, server: FileServer, interrupted: str
+) -> None:
+    model.fetch()
+    asked = len(server.seen)
+
+    def stop(what: str, done: int, _: int) -> None:
+        if interrupted == "in the copy" and what == "copying" and done > 1500:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        model.merge(Method.IN_PLACE, progress=stop)
+    assert Path(model.plan["model"]).exists() == (interrupted == "behind the merge")
+    assert not model.fetch()["changed"]
+    model.merge(Method.IN_PLACE)
+    assert not model.fetch()["changed"]
+    assert len(server.seen) == asked
+    assert [path.name for path in model.shards.iterdir()] == ["config.json"]
+
+
+def test_the_merger_of_another_revision_does_not_stand_for_this_one(
+    model: Model, server: FileServer, good: ShardSet
+) -> None:
+    model.fetch()
+    model.merge(Method.IN_PLACE)
+    before = Path(model.plan["model"]).read_bytes()
+    content = bytearray(good.paths[2].read_bytes())
+    content[-60] ^= 1  # the same names and sizes
+    server.files[f"{FOLDER}/{good.paths[2].name}"] = bytes(content)
+    model.files[good.paths[2].name]["sha256"] = hashlib.sha256(content).hexdigest()
+    with pytest.raises(GpuboxError, match="missing"):
+        model.merge()
+    assert sorted(model.fetch()["fetched"]) == sorted(model.files)
+    assert model.merge() == "merged"
+    assert Path(model.plan["model"]).read_bytes() != before
+
+
+def test_a_result_that_was_known_gets_its_origin(model: Model) -> None:
+    model.fetch()
+    merge(Path(model.plan["shard"]), Path(model.plan["model"]))
+    assert model.merge() == "unchanged"
+    model.keep("none")
+    assert not model.fetch()["changed"]
 
 
 def test_shards_that_are_served_stay(model: Model) -> None:

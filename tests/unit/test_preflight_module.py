@@ -62,7 +62,6 @@ def verdict(
         "quantization_types": STACK["quantization_types"],
         "model_source": "",
         "fetch_bytes": 0,
-        "record": "/shared/glm5-gguf/sets/x.verified.json",
         "model": "/shared/glm5-gguf/GLM-5.gguf",
         "user": "vllm",
         "unit": "vllm-glm5.service",

@@ -37,6 +37,26 @@ def test_site_names_every_role_once_in_the_order_of_the_design() -> None:
     assert sorted(phase["role"] for phase in PHASES) == ROLES
 
 
+def test_sets_of_shards_are_removed_after_the_server_has_answered() -> None:
+    """A start that fails must find the shards of the model that was served before."""
+    removing = [
+        path for path in ROOT.glob("roles/*/tasks/*.yml") if "model_sets:" in path.read_text()
+    ]
+    assert removing == [ROOT / "roles" / "gguf_model" / "tasks" / "keep.yml"]
+    tasks = yaml.safe_load((ROOT / "roles" / "verify" / "tasks" / "main.yml").read_text())
+    names = [task["name"] for task in tasks]
+    (keep,) = (
+        task for task in tasks
+        if task.get("ansible.builtin.include_role", {}).get("tasks_from") == "keep"
+    )  # fmt: skip
+    assert names.index("One prompt is answered") < names.index(keep["name"])
+    assert keep["ansible.builtin.include_role"]["name"] == "gguf_model"
+    including = [
+        path for path in ROOT.glob("roles/*/tasks/*.yml") if "tasks_from: keep" in path.read_text()
+    ]
+    assert including == [ROOT / "roles" / "verify" / "tasks" / "main.yml"]
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_defaults_and_argument_specs_have_the_same_keys_and_values(role: str) -> None:
     defaults = _yaml(ROOT / "roles" / role / "defaults" / "main.yml")

@@ -29,7 +29,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from .errors import GpuboxError
 from .gguf import MAGIC, MAX_HEADER, read_header
-from .gguf_merge import read_set, shard_paths, takes_from_shards
+from .gguf_merge import known_result, read_set, shard_paths, takes_from_shards
 from .preflight import RESERVE_BYTES, type_faults
 from .release import digest, write_atomically
 
@@ -44,7 +44,6 @@ REFUSED = {
     404: "correct gguf_model_source and the names in gguf_model_files",
     410: "correct gguf_model_source and the names in gguf_model_files",
 }
-_MERGED = "/merged"  # key of a record; no file has such a name
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # a later try may do better
 
 
@@ -124,9 +123,10 @@ def model_plan(
     folder, and the one that is served stays whole while the next one comes.
 
     Returns:
-        ``fetch`` (bool), ``bytes`` to fetch, ``shard`` (path of the shard that was named, empty
-        when nothing was), ``record`` (path of the notes on what was verified) and ``model`` (path
-        of the file that is served).
+        ``fetch`` (bool), ``bytes`` to fetch, ``origin`` (what tells the fetched set from others,
+        else empty), ``shard`` (path of the shard that was named, empty when nothing was),
+        ``record`` (path of the notes on what was verified) and ``model`` (path of the file that is
+        served).
 
     Raises:
         GpuboxError: an address without a complete manifest, or the layout ``shards`` without
@@ -155,6 +155,7 @@ def model_plan(
     return {
         "fetch": fetch,
         "bytes": sum(one.size for one in wanted) if fetch else 0,
+        "origin": key if fetch else "",
         "shard": str(shard) if source else "",
         "record": str(Path(directory, "sets", f"{key}.verified.json")),
         "model": str(served),
@@ -633,22 +634,12 @@ def space_fault(folder: Path, missing: Iterable[Wanted]) -> GpuboxError | None:
     )
 
 
-def note_merged(merged: Path, record_path: Path) -> None:
-    """Remember that ``merged`` was made of the files of this record."""
-    record = read_record(record_path) | {_MERGED: [str(merged), *_identity(merged)]}
-    record_path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    write_atomically(record_path, json.dumps(record, indent=1, sort_keys=True) + "\n")
-
-
-def is_merged(merged: Path, record: Mapping[str, Any]) -> bool:
-    """``merged`` is still in the state in which it was made of the files of this record."""
-    return merged.is_file() and record.get(_MERGED) == [str(merged), *_identity(merged)]
-
-
-def settled(merged: Path, record: Mapping[str, Any], remote: bool) -> bool:
+def settled(shards: Sequence[Path], merged: Path, origin: str, remote: bool) -> bool:
     """The shards are not looked at any more: their merger has their bytes, or will have them."""
     # a merge in place is gone on with; its shards have holes
-    return takes_from_shards(merged) or (remote and is_merged(merged, record))
+    return takes_from_shards(merged) or (
+        remote and known_result(shards, merged, origin=origin) is not None
+    )
 
 
 def surplus(sets: Path, shard: Path, keep: str, merged: bool) -> list[Path]:

@@ -107,8 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     would = "would be " if given.check and result.changed else ""
     digest = f", {result.digest}" if result.digest else ""
-    print(
+    line = (
         f"{would}{result.action}: {result.path}, {result.size} bytes, {result.tensors} tensors "
         f"from {len(result.sources)} files in {result.seconds:.1f} s{digest}"
     )
+    print(line.encode("utf-8", "backslashreplace").decode())  # a name may be no text
     return 0

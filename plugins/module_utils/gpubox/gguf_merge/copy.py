@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves bytes: buffered reads, direct writes, the digest in between.
+"""Moves bytes past the page cache, the digest in between.
 
 The result passes through a few page-aligned buffers, each filled, digested and written by one
 thread at a time. Only the digest waits for its turn: it is taken front to back, so it is that of
-the file, and any tool can repeat it. Reads go through the page cache for its readahead, and what
-was read is dropped again; writes go past it. Measured against the other ways in
-docs/performance-gguf.md.
+the file, and any tool can repeat it. What the page cache holds is read from there and stays; all
+else is read and written past it. Measured against the other ways in docs/performance-gguf.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import queue
 import threading
@@ -23,13 +21,13 @@ from itertools import accumulate
 from typing import Protocol
 
 from ..errors import GpuboxError
-from ..gguf import Identity
+from ..gguf import Identity, padded
 from . import system
 from .digest import Ledger
 from .plan import Literal, Plan, Range
 
 BLOCK = 16 << 20  # bytes of one buffer
-THREADS = 3  # as many buffers
+THREADS = 3  # as many buffers, and as many again to read into
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -38,69 +36,138 @@ Progress = Callable[[int, int], None]
 class Origin(Protocol):
     """Where the bytes of a result come from."""
 
-    def fill(self, view: memoryview, position: int) -> None:
-        """Fill ``view`` with the bytes at ``position`` of the result."""
+    def fill(self, view: memoryview, position: int, scratch: memoryview) -> None:
+        """Fill ``view`` with the bytes at ``position`` of the result.
+
+        ``scratch`` is free to use, begins with a page and is two pages longer than ``view``.
+        """
 
 
-def _read(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill ``view`` from the file as far as it reaches, and drop what was read from the cache."""
+class _File:
+    """An open file that is read past the page cache, unless that holds what is asked for."""
+
+    def __init__(self, descriptor: int, scratch: memoryview) -> None:
+        self._descriptor = descriptor
+        self._direct = system.open_direct(descriptor, os.O_RDONLY)
+        self._scratch = scratch
+        self._held = (0, 0)  # extent of the file that is in the scratch
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def read(self, view: memoryview, offset: int, ahead: int) -> int:
+        """Fill ``view`` as far as the file reaches; bytes that it had.
+
+        Args:
+            ahead: bytes from ``offset`` on that will be asked for, better read in one go.
+        """
+        done = self._from_scratch(view, offset)
+        if done < len(view):
+            cached = system.in_cache(self._descriptor, offset + done, len(view) - done)
+            if cached is False and self._direct is not None:
+                done += self._past_cache(self._direct, view[done:], offset + done, ahead - done)
+            done += self._through_cache(view[done:], offset + done, bool(cached))
+        return done
+
+    def _from_scratch(self, view: memoryview, offset: int) -> int:
+        start, end = self._held
+        if not start <= offset < end:
+            return 0
+        part = self._scratch[offset - start : min(offset + len(view), end) - start]
+        system.move(view, part)
+        return len(part)
+
+    def _past_cache(self, direct: int, view: memoryview, offset: int, ahead: int) -> int:
+        page = system.PAGE
+        if not (offset % page or len(view) % page or system.address(view) % page):
+            return _read_pages(direct, view, offset)
+        start, end = offset // page * page, padded(offset + ahead, page)
+        self._held = (0, 0)
+        self._held = (start, start + _read_pages(direct, self._scratch[: end - start], start))
+        return self._from_scratch(view, offset)
+
+    def _through_cache(self, view: memoryview, offset: int, keep: bool) -> int:
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if not count:
+                break
+            done += count
+        if done and not keep:
+            system.forget(self._descriptor, offset, done)
+        return done
+
+
+def _read_pages(direct: int, view: memoryview, offset: int) -> int:
+    """Bytes that came: fewer than asked for where the file ends, or cannot be read so."""
     done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        if not count:
-            break
-        done += count
-    system.forget(descriptor, offset, done)
+    try:
+        while done < len(view) and not done % system.PAGE:
+            count = os.preadv(direct, [view[done:]], offset + done)
+            if not count:
+                break
+            done += count
+    except OSError as error:
+        if error.errno not in system.UNSUPPORTED:  # some take the flag and then not the read
+            raise
     return done
 
 
 class Sources:
-    """The shards of a plan, opened when first needed and held to the state that was planned for."""
+    """The shards of a plan, held to the state that was planned for.
 
-    def __init__(self, plan: Plan, writable: bool = False) -> None:
+    Each is opened while it is needed: a set may have more shards than a process open files.
+    """
+
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._starts = [0, *accumulate(segment.length for segment in plan.segments)]
-        self._mode = os.O_RDWR if writable else os.O_RDONLY
-        self._lock = threading.Lock()
-        self._descriptors: dict[int, int] = {}
         self._identities = [header.identity for header in plan.sources]
+        self._used: set[int] = set()
 
-    def __enter__(self) -> Sources:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            system.forget(descriptor)
+    @contextlib.contextmanager
+    def opened(self, index: int, mode: int = os.O_RDONLY) -> Iterator[int]:
+        """File descriptor of shard ``index``."""
+        descriptor = os.open(self._plan.sources[index].path, mode | os.O_CLOEXEC)
+        try:
+            self._require_planned(index, os.fstat(descriptor))
+            self._used.add(index)
+            yield descriptor
+        finally:
             os.close(descriptor)
 
-    def descriptor(self, index: int) -> int:
-        """File descriptor of shard ``index``."""
-        with self._lock:
-            if index not in self._descriptors:
-                path = self._plan.sources[index].path
-                self._descriptors[index] = os.open(path, self._mode | os.O_CLOEXEC)
-                self._require_unchanged(index)
-            return self._descriptors[index]
+    @contextlib.contextmanager
+    def _file(self, index: int, scratch: memoryview) -> Iterator[_File]:
+        with self.opened(index) as descriptor, _File(descriptor, scratch) as file:
+            yield file
 
-    def fill(self, view: memoryview, position: int) -> None:
+    def fill(self, view: memoryview, position: int, scratch: memoryview) -> None:
         """See `Origin`."""
         index = bisect_right(self._starts, position) - 1
-        done = 0
-        while done < len(view):
-            segment = self._plan.segments[index]
-            skip = position + done - self._starts[index]
-            piece = view[done : done + segment.length - skip]
-            if isinstance(segment, Range):
-                descriptor = self.descriptor(segment.source)
-                if _read(descriptor, piece, segment.offset + skip) < len(piece):
-                    self.require_unchanged()
-                    raise OSError(errno.EIO, "a shard ends early")
-            elif isinstance(segment, Literal):
-                piece[:] = segment.data[skip : skip + len(piece)]
-            else:
-                piece[:] = bytes(len(piece))
-            done += len(piece)
-            index += 1
+        done, source = 0, -1
+        with contextlib.ExitStack() as one:
+            while done < len(view):
+                segment = self._plan.segments[index]
+                skip = position + done - self._starts[index]
+                piece = view[done : done + segment.length - skip]
+                if isinstance(segment, Range):
+                    if segment.source != source:
+                        one.close()
+                        source = segment.source
+                        file = one.enter_context(self._file(source, scratch))
+                    if file.read(piece, segment.offset + skip, len(view) - done) < len(piece):
+                        self.require_unchanged()
+                        raise OSError(errno.EIO, "a shard ends early")
+                elif isinstance(segment, Literal):
+                    piece[:] = segment.data[skip : skip + len(piece)]
+                else:
+                    piece[:] = bytes(len(piece))
+                done += len(piece)
+                index += 1
 
     def ranges(self, start: int, end: int) -> Iterator[Range]:
         """The tensor data of the shards from ``start`` to ``end`` of the result.
@@ -120,15 +187,19 @@ class Sources:
 
     def require_unchanged(self) -> None:
         """Raise `GpuboxError` if a shard that was read is no longer what was planned for."""
-        for index in list(self._descriptors):
-            self._require_unchanged(index)
+        for index in sorted(self._used):
+            try:
+                status = self._plan.sources[index].path.stat()
+            except FileNotFoundError:
+                status = None
+            self._require_planned(index, status)
 
-    def changed_by_us(self, index: int) -> None:
+    def changed_by_us(self, index: int, descriptor: int) -> None:
         """Take the present state of a shard for the right one."""
-        self._identities[index] = Identity.of(os.fstat(self._descriptors[index]))
+        self._identities[index] = Identity.of(os.fstat(descriptor))
 
-    def _require_unchanged(self, index: int) -> None:
-        if Identity.of(os.fstat(self._descriptors[index])) != self._identities[index]:
+    def _require_planned(self, index: int, status: os.stat_result | None) -> None:
+        if status is None or Identity.of(status) != self._identities[index]:
             raise GpuboxError(
                 f"{self._plan.sources[index].path}: changed while it was being merged",
                 "shards that nobody writes",
@@ -142,9 +213,10 @@ class Reread:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def fill(self, view: memoryview, position: int) -> None:
+    def fill(self, view: memoryview, position: int, scratch: memoryview) -> None:
         """See `Origin`."""
-        done = _read(self._descriptor, view, position)
+        with _File(self._descriptor, scratch) as file:
+            done = file.read(view, position, len(view))
         view[done:] = bytes(len(view) - done)
 
 
@@ -153,11 +225,7 @@ class Target:
 
     def __init__(self, descriptor: int) -> None:
         self._buffered = descriptor
-        self._direct: int | None = None
-        with contextlib.suppress(OSError):
-            # the same file again, whatever its name is by now
-            flags = os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
-            self._direct = os.open(f"/proc/self/fd/{descriptor}", flags)
+        self._direct = system.open_direct(descriptor, os.O_WRONLY)
         self._to_close = self._direct
 
     def __enter__(self) -> Target:
@@ -232,18 +300,18 @@ def stream(
     ``progress`` is called, in the calling thread, with the bytes done so far. Ctrl-C, or any other
     exception there or in a thread, ends all threads before it is passed on.
     """
-    buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    buffers: queue.SimpleQueue[tuple[memoryview, memoryview]] = queue.SimpleQueue()
     size = min(BLOCK, max(end - start, 1))
     for _ in range(THREADS):
-        buffers.put(memoryview(mmap.mmap(-1, size)))
+        buffers.put((system.memory(size), system.memory(size + 2 * system.PAGE)))
     turns = _Turns(start)
 
     def pass_on(position: int) -> int:
-        buffer = buffers.get()
+        buffer, scratch = buffers.get()
         try:
             view = buffer[: min(size, end - position)]
             if turns.failure is None:
-                origin.fill(view, position)
+                origin.fill(view, position, scratch)
             with turns.at(position, len(view)):
                 if ledger is not None:
                     ledger.update(view)
@@ -254,7 +322,7 @@ def stream(
             turns.stop(failure)
             raise
         finally:
-            buffers.put(buffer)
+            buffers.put((buffer, scratch))
 
     with ThreadPoolExecutor(THREADS) as pool:
         try:

@@ -16,6 +16,27 @@ from .shards import SHARD_NAME
 from .system import PAGE
 
 
+def require_usable(*paths: Path) -> None:
+    """Raise `GpuboxError` for a path that no file can have, or that cannot be reached."""
+    for path in paths:
+        try:
+            if path.name:
+                path.stat()
+                continue
+            reason = "no name of a file"
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            reason = str(error.strerror)
+        except ValueError as error:  # a NUL byte, or what no encoding has
+            reason = str(error)
+        raise GpuboxError(
+            f"{path}: {reason}",
+            "a path that a file can have, and the files beside it, whose names are longer",
+            "Choose another path, or repair the permissions of its folders.",
+        )
+
+
 def destination_faults(
     dest: Path, headers: Sequence[Header], check_mode: bool
 ) -> list[GpuboxError]:

@@ -23,6 +23,7 @@ def write_manifest(
     ledger: Ledger | None,
     sha256: Mapping[str, str] | None = None,
     in_place: bool = False,
+    origin: str = "",
 ) -> None:
     """Record what ``dest`` was made from. Written last; without it the next run compares.
 
@@ -30,6 +31,7 @@ def write_manifest(
         ledger: digests of the result; None where its blocks were shared and nothing was read.
         sha256: of the shards, as far as it was checked.
         in_place: the shards are no longer as they were planned with, by our own doing.
+        origin: what the caller says that the shards are, see `known_result`.
     """
     merged = dest.stat()
     digests = [None] * len(plan.runs) if ledger is None else ledger.runs
@@ -44,6 +46,7 @@ def write_manifest(
                 "mtime_ns": merged.st_mtime_ns,
                 "digest": None if ledger is None else ledger.whole,
             },
+            "origin": origin,
             "shared_blocks": plan.shared,
             "tensors": len(plan.tensors),
             "runs": [
@@ -71,14 +74,17 @@ def write_manifest(
     )
 
 
-def known_result(paths: Sequence[Path], dest: Path, shared: bool | None = None) -> int | None:
+def known_result(
+    paths: Sequence[Path], dest: Path, shared: bool | None = None, origin: str = ""
+) -> int | None:
     """Tensors in ``dest`` if its manifest proves it to be the merger of ``paths``, else None.
 
     Size and modification time stand for the content, of the result and of the sources. Sources
-    that are gone do not matter.
+    that are gone do not matter, unless they would be of another origin.
 
     Args:
         shared: the layout that it must have: `make_shared_plan`'s or not; None for either.
+        origin: what the sources are: two revisions of a model have the same names. Empty for any.
     """
     document = read_document(manifest_path(dest))
     try:
@@ -97,12 +103,21 @@ def known_result(paths: Sequence[Path], dest: Path, shared: bool | None = None) 
             try:
                 status = path.stat()
             except FileNotFoundError:
+                if origin not in ("", document.get("origin")):
+                    return None
                 continue
             if (status.st_size, status.st_mtime_ns) != (source["size"], source["mtime_ns"]):
                 return None
         return int(document["tensors"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
+
+
+def record_origin(dest: Path, origin: str) -> None:
+    """Let the manifest of a known result say what its shards are."""
+    document = read_document(manifest_path(dest))
+    if origin not in ("", document.get("origin")):
+        write_document(manifest_path(dest), {**document, "origin": origin})
 
 
 def recorded_whole(dest: Path) -> str | None:

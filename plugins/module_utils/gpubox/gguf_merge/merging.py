@@ -9,23 +9,39 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from ..errors import GpuboxError
 from ..gguf import Header, read_header
 from . import system
 from .copy import Reread, Sources, Target, stream
-from .destination import Space, destination_faults, in_place_faults, pieces, space
+from .destination import (
+    Space,
+    destination_faults,
+    in_place_faults,
+    pieces,
+    require_usable,
+    space,
+)
 from .digest import Ledger, computable, preferred
-from .files import partial_file, partial_path, remove_journal, remove_leftovers
+from .files import companions, partial_file, partial_path, remove_journal, remove_leftovers
 from .journal import Journal, begin, binding, read_journal, takes_from_shards
-from .manifest import damage, known_result, recorded_digest, recorded_whole, reread, write_manifest
+from .manifest import (
+    damage,
+    known_result,
+    record_origin,
+    recorded_digest,
+    recorded_whole,
+    reread,
+    write_manifest,
+)
 from .plan import Plan, make_plan, make_shared_plan
 from .progress import Progress, stage
-from .shards import combined, foreign_faults, read_set, shard_paths
+from .shards import alignment_of, combined, foreign_faults, read_set, shard_paths
 
 EPOCH = 1 << 30  # bytes between two entries of the journal
 
@@ -82,6 +98,9 @@ class Options:
             llama.cpp does not read.
         verify: read the result again from the disk and hold it to its digests.
         sha256: name to hexadecimal digest of every shard, to tell foreign ones; empty for none.
+        origin: what the shards are, a digest of their publisher's list for example. It is kept in
+            the manifest: a result of another origin is not taken for this one when the shards,
+            which could tell, are gone.
         epoch: bytes after which the disk is synchronised and the journal written.
         progress: told what is being done.
         notice: told the space before anything is written.
@@ -90,6 +109,7 @@ class Options:
     method: Method = Method.COPY
     verify: bool = False
     sha256: Mapping[str, str] = field(default_factory=dict)
+    origin: str = ""
     epoch: int = EPOCH
     progress: Progress | None = None
     notice: Callable[[Space], None] | None = None
@@ -138,8 +158,10 @@ def merge(
             copy failed. Then ``dest`` is as it was.
     """
     started = time.monotonic()
-    dest = Path(os.path.realpath(dest))
     paths = shard_paths(src)
+    require_usable(*paths[:1], dest)
+    dest = Path(os.path.realpath(dest))
+    require_usable(*companions(dest))
     try:
         result = _Merge(paths, dest, check_mode, options or Options()).run()
     except OSError as error:
@@ -190,7 +212,7 @@ class _Merge:
     def _known(self) -> Result | None:
         """The result of an earlier run, as its manifest proves; verified if asked for."""
         shared = self._options.method is Method.REFLINK
-        tensors = known_result(self._paths, self._dest, shared)
+        tensors = known_result(self._paths, self._dest, shared, self._options.origin)
         if tensors is None:
             return None
         if self._options.verify:
@@ -205,6 +227,8 @@ class _Merge:
                     f"the digests of {self._dest.name}'s manifest",
                     "Check the disk, fetch the shards again and repeat.",
                 )
+        if not self._check_mode:
+            record_origin(self._dest, self._options.origin)
         journal = read_journal(self._dest)
         # the bytes that another set's merge in place took are in its unfinished result only
         if not self._check_mode and (
@@ -302,13 +326,14 @@ class _Merge:
         own = None if journal is None or not journal.position else journal.token
         faults = []
         for header in headers:
-            token, state = system.marked(header.path)
-            if state == system.TAKEN and token != own:
+            token, taken = system.marked(header.path)
+            if taken and token != own and not _written_again(header, headers[0], taken):
                 faults.append(
                     GpuboxError(
                         f"{header.path}: an unfinished merge in place took content from it",
                         "whole shards, or the journal of that merge beside its result",
-                        "Finish that merge with the method in_place, or fetch this file again.",
+                        "Finish that merge with the method in_place, or remove this file and fetch "
+                        "it again.",
                     )
                 )
             elif self._in_place and own is not None and token != own:
@@ -351,8 +376,9 @@ class _Merge:
         with (
             partial_file(self._dest) as descriptor,
             Target(descriptor) as target,
-            Sources(plan, writable=self._in_place) as sources,
+            locked(plan) if self._in_place else contextlib.nullcontext(),
         ):
+            sources = Sources(plan)
             if self._options.method is Method.REFLINK:
                 resumed, ledger = 0, self._share(plan, descriptor, target, sources)
             else:
@@ -364,7 +390,9 @@ class _Merge:
         return replace(result, space=room, resumed=resumed)
 
     def _remember(self, plan: Plan, ledger: Ledger | None) -> None:
-        write_manifest(plan, self._dest, ledger, self._checked, self._in_place)
+        write_manifest(
+            plan, self._dest, ledger, self._checked, self._in_place, self._options.origin
+        )
 
     def _at_once(self, plan: Plan) -> int:
         if self._in_place:
@@ -388,7 +416,6 @@ class _Merge:
             else:
                 system.preallocate(descriptor, 0, plan.size)
         if self._in_place:
-            lock(plan, sources)
             consume(sources, 0, position, journal.token)
         while position < plan.size:
             end = min(position + self._options.epoch, plan.size)
@@ -453,8 +480,8 @@ class _Merge:
         shared, copied = pieces(plan)
         try:
             for position, part in shared:
-                source = sources.descriptor(part.source)
-                system.clone(source, descriptor, part.offset, position, part.length)
+                with sources.opened(part.source) as source:
+                    system.clone(source, descriptor, part.offset, position, part.length)
         except OSError as error:
             if error.errno not in system.UNSUPPORTED:
                 raise
@@ -473,6 +500,22 @@ class _Merge:
         if ledger is None:
             raise _not_as_written(partial_path(self._dest), "the bytes of the shards")
         return ledger
+
+
+def _written_again(header: Header, first: Header, taken: int) -> bool:
+    """Whether a shard that a merge in place took content from has it again.
+
+    A download onto the same file leaves the mark. What was taken are whole blocks, a hole until
+    they are written, and the first ``taken`` bytes of the first tensor, which then are zeros. Zeros
+    of its own make a tensor look taken, so a whole file may be refused, never the other way round.
+    """
+    start = header.data_start(alignment_of(header, first))
+    begin = next((start + tensor.offset for tensor in header.tensors if tensor.size), header.size)
+    with header.path.open("rb") as stream:
+        if system.has_hole(stream.fileno(), header.size):
+            return False
+        stream.seek(begin)
+        return any(stream.read(min(taken, 1 << 20)))
 
 
 def _same_header(plan: Plan, dest: Path) -> bool:
@@ -497,15 +540,15 @@ def equal(plan: Plan, path: Path, options: Options) -> Ledger | None:
     wanted, found = Ledger(plan.runs, preferred()), Ledger(plan.runs, preferred())
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with Sources(plan) as sources:
-            for start in range(0, plan.size, options.epoch):
-                end = min(start + options.epoch, plan.size)
-                report = stage(options.progress, "comparing", plan.size, start)
-                stream(sources, start, end, wanted)
-                stream(Reread(descriptor), start, end, found, progress=report)
-                if wanted.whole != found.whole:
-                    return None
-            sources.require_unchanged()
+        sources = Sources(plan)
+        for start in range(0, plan.size, options.epoch):
+            end = min(start + options.epoch, plan.size)
+            report = stage(options.progress, "comparing", plan.size, start)
+            stream(sources, start, end, wanted)
+            stream(Reread(descriptor), start, end, found, progress=report)
+            if wanted.whole != found.whole:
+                return None
+        sources.require_unchanged()
     finally:
         os.close(descriptor)
     return found
@@ -516,7 +559,7 @@ def require_in_place(dest: Path, descriptor: int, token: str) -> None:
     try:
         system.preallocate(descriptor, 0, system.PAGE)
         system.punch(descriptor, 0, system.PAGE)
-        system.mark(descriptor, token, system.WHOLE)
+        system.mark(descriptor, token, 0)
         system.unmark(descriptor)
     except OSError as error:
         if error.errno not in system.UNSUPPORTED:
@@ -529,25 +572,31 @@ def require_in_place(dest: Path, descriptor: int, token: str) -> None:
     system.truncate(descriptor, 0)
 
 
-def lock(plan: Plan, sources: Sources) -> None:
-    """Keep other merges in place away from the shards."""
-    for index, header in enumerate(plan.sources):
+@contextlib.contextmanager
+def locked(plan: Plan) -> Iterator[None]:
+    """Keep other merges in place away from the shards: each of them has this first one too."""
+    path = plan.sources[0].path
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
         try:
-            fcntl.flock(sources.descriptor(index), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise GpuboxError(
-                f"{header.path}: in use by another merge in place",
+                f"{path}: in use by another merge in place",
                 "one merge in place at a time",
                 "Wait for it, or end it, and run again.",
             ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def mark(plan: Plan, sources: Sources, token: str) -> None:
     """Say on every shard that it is the one that this merge began with."""
     for index in range(len(plan.sources)):
-        descriptor = sources.descriptor(index)
-        system.mark(descriptor, token, system.WHOLE)
-        system.sync(descriptor)
+        with sources.opened(index, os.O_RDWR) as descriptor:
+            system.mark(descriptor, token, 0)
+            system.sync(descriptor)
 
 
 def consume(sources: Sources, start: int, end: int, token: str) -> None:
@@ -555,15 +604,15 @@ def consume(sources: Sources, start: int, end: int, token: str) -> None:
 
     Each range is punched from its beginning, so that pages at the bounds of epochs go too.
     """
-    told: set[int] = set()
-    for part in sources.ranges(start, end):
-        descriptor = sources.descriptor(part.source)
-        if part.source not in told:
-            told.add(part.source)
-            system.mark(descriptor, token, system.TAKEN)
-            system.sync(descriptor)
-        system.punch(descriptor, part.offset, part.length)
-        sources.changed_by_us(part.source)
+    for index, parts in groupby(sources.ranges(start, end), lambda part: part.source):
+        with sources.opened(index, os.O_RDWR) as descriptor:
+            first, *others = parts
+            if not system.marked(descriptor)[1]:
+                system.mark(descriptor, token, first.length)
+                system.sync(descriptor)
+            for part in (first, *others):
+                system.punch(descriptor, part.offset, part.length)
+                sources.changed_by_us(part.source, descriptor)
 
 
 def publish(plan: Plan, descriptor: int, dest: Path) -> None:

@@ -149,7 +149,7 @@ def make_shared_plan(headers: Sequence[Header]) -> Plan:
             tensors.append(Tensor(tensor.name, dimensions, tensor.quantization_type_id, offset))
         size += end - start
     placed.append(Zeros(padded(size, alignment) - size))
-    metadata, table = _metadata(first, len(tensors), extra_keys=1), _table(tensors)
+    metadata, table = _metadata(first, len(tensors), KEY_PADDING), _table(tensors)
     used = sum(segment.length for segment in (*metadata, table, _padding_key(0)))
     padding = _padding_key((begin - used) % PAGE)
     segments = [*metadata, padding, table, *placed]
@@ -180,14 +180,14 @@ def _padding_key(length: int) -> Literal:
     )
 
 
-def _metadata(first: Header, tensor_count: int, extra_keys: int = 0) -> list[Segment]:
-    """Preamble and keys."""
-    keys = len(first.keys) + extra_keys
+def _metadata(first: Header, tensor_count: int, *following: str) -> list[Segment]:
+    """Preamble and keys, but for those that the caller puts behind them."""
+    keys = len(first.keys.keys() | {KEY_SPLIT_COUNT, *following})
     segments: list[Segment] = [
         Literal(MAGIC + struct.pack("<IQQ", OUTPUT_VERSION, tensor_count, keys))
     ]
     for entry in first.keys.values():
-        if entry.key != KEY_SPLIT_COUNT:
+        if entry.key not in (KEY_SPLIT_COUNT, *following):
             segments.append(Range(0, entry.start, entry.end - entry.start))
     key = KEY_SPLIT_COUNT.encode()
     segments.append(

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call that changes a file, those that Python lacks among them.
+"""Every call that changes a file, and those that Python lacks.
 
-The order of these calls is what makes a merge safe against a crash, so tests count them, refuse
-them and stop the process at them here.
+The order of the calls that change a file is what makes a merge safe against a crash, so tests count
+them, refuse them and stop the process at them here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import struct
 from pathlib import Path
@@ -22,14 +24,15 @@ UNSUPPORTED = frozenset(
     {errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV}
 )
 MARK = "user.gpubox.merge-in-place"
-"""Extended attribute of a shard: the token of the merge in place, and whether content is gone."""
-TAKEN = "taken"
-WHOLE = "whole"
+"""Extended attribute of a shard: the token of the merge in place, and bytes of its first tensor
+that are or will be gone, 0 while it is whole."""
 
 # linux/falloc.h
 _KEEP_SIZE = 1
 _PUNCH_HOLE = 2
 _FICLONERANGE = 0x4020940D  # linux/fs.h
+
+_CACHESTAT = 451  # asm-generic/unistd.h, from Linux 6.5 on; the same on x86-64 and arm64
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -104,9 +107,9 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
-def mark(descriptor: int, token: str, state: str) -> None:
+def mark(descriptor: int, token: str, taken: int) -> None:
     """Write on a shard which merge in place takes its content away, or will."""
-    os.setxattr(descriptor, MARK, f"{token} {state}".encode())
+    os.setxattr(descriptor, MARK, f"{token} {taken}".encode())
 
 
 def unmark(descriptor: int) -> None:
@@ -114,14 +117,63 @@ def unmark(descriptor: int) -> None:
     os.removexattr(descriptor, MARK)
 
 
-def marked(path: Path) -> tuple[str, str]:
-    """Token and state as `mark` wrote them; empty for a shard that no merge in place has seen."""
+def marked(file: Path | int) -> tuple[str, int]:
+    """Token and bytes as `mark` wrote them; empty and 0 for a shard that no merge in place saw."""
     try:
-        value = os.getxattr(path, MARK).decode("ascii", "replace")
+        value = os.getxattr(file, MARK).decode("ascii", "replace")
     except OSError:
-        return "", ""
-    token, _, state = value.partition(" ")
-    return token, state
+        return "", 0
+    token, _, taken = value.partition(" ")
+    return token, int(taken) if taken.isdecimal() else 1
+
+
+def has_hole(descriptor: int, size: int) -> bool:
+    """Whether blocks of a file are missing."""
+    try:
+        return os.lseek(descriptor, 0, os.SEEK_HOLE) < size
+    except OSError:
+        return False
+
+
+def memory(size: int) -> memoryview:
+    """Zeroed memory that begins with a page.
+
+    In huge pages where the kernel has some: fewer faults, and direct reads and writes pin it for
+    less (measured in docs/performance-gguf.md).
+    """
+    found = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        found.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(found)
+
+
+def address(view: memoryview) -> int:
+    """Where writable memory begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def move(target: memoryview, source: memoryview) -> None:
+    """Copy ``source`` to the beginning of ``target``; other threads run meanwhile."""
+    if source:
+        ctypes.memmove(address(target[: len(source)]), address(source), len(source))
+
+
+def open_direct(descriptor: int, flags: int) -> int | None:
+    """The same file again, whatever its name is by now, past the page cache; None if it cannot."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def in_cache(descriptor: int, offset: int, length: int) -> bool | None:
+    """Whether all pages of the range are in the page cache; None if the kernel does not say."""
+    extent = struct.pack("=QQ", offset, length)
+    counts = ctypes.create_string_buffer(5 * 8)  # cached, dirty, in writeback, evicted, recently
+    if _libc.syscall(ctypes.c_long(_CACHESTAT), descriptor, extent, counts, 0):
+        return None
+    pages = (offset + length - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
+    return bool(struct.unpack_from("=Q", counts)[0] >= pages)
 
 
 def forget(descriptor: int, offset: int = 0, length: int = 0) -> None:
