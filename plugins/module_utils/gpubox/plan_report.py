@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from . import decode_model
 from .serving_plan import gib
 
 # what a running server was started with
@@ -65,6 +66,8 @@ def table(plan: Mapping[str, Any]) -> list[str]:
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     lines += [f"left out: {one['address']}: {one['reason']}" for one in plan["gpus_left_out"]]
     lines += [f"build: {plan['build']['arithmetic']}", f"start: {plan['limits']['arithmetic']}"]
+    if plan.get("expected"):
+        lines += decode_model.lines(plan["expected"])
     lines += [f"note: {note}" for note in plan["notes"]]
     return lines + fault_lines(plan)
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from . import decode_model
+
 GIB = 1024**3
 MIB = 1024**2
 # flash-attention pull request 2079: 3.2 to 5 GB a thread of nvcc, measured there with CUDA 12.8
@@ -61,6 +63,7 @@ class Plan:
     environment: dict[str, str] = field(default_factory=dict)
     numa: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
+    expected: dict[str, Any] = field(default_factory=dict)
     faults: list[dict[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -356,10 +359,15 @@ def _kv_bytes(plan: Plan, model: Any, options: Mapping[str, Any]) -> int | None:
     layers += (_size(model, "mtp_layers") or 0) if plan.speculative_tokens else 0
     if plan.device == "cpu":  # dense MLA, no indexer
         return layers * (rank + rope) * _DTYPE_BYTES.get(str(options.get("dtype")), 2)
-    latent = FP8_DS_MLA_BYTES if plan.kv_cache_dtype.startswith("fp8") else (rank + rope) * 2
+    latent = _latent_bytes(plan, rank + rope)
     # keys in fp8 and a scale of four bytes for each 128 (models/deepseek_v32/attention.py:96)
     head = _size(model, "index_head_dim") or 0
     return layers * (latent + head + head // 128 * 4)
+
+
+def _latent_bytes(plan: Plan, elements: int) -> int:
+    """KV cache of a token in one layer on a card, without the keys of the indexer."""
+    return FP8_DS_MLA_BYTES if plan.kv_cache_dtype.startswith("fp8") else elements * 2
 
 
 def _settings(stack: Any, overrides: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -557,6 +565,31 @@ def _limits(
     }
 
 
+def _expect(
+    plan: Plan, cards: Sequence[Mapping[str, Any]], model: Any, variables: Mapping[str, Any]
+) -> None:
+    """What one stream can expect, as the server is started; it decides nothing."""
+    kind = decode_model.NCCL_DEFAULT
+    if str(variables.get("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC")) == "1":
+        kind = decode_model.PCIE_IPC
+    elif {**plan.nccl, **variables}.get("NCCL_PROTO") == "LL":
+        kind = decode_model.NCCL_LL
+    elements = (_size(model, "kv_lora_rank") or 0) + (_size(model, "qk_rope_head_dim") or 0)
+    plan.expected = decode_model.expected(
+        model,
+        [card.get("name") for card in cards],
+        ranks=(
+            plan.tensor_parallel_size,
+            plan.pipeline_parallel_size,
+            plan.data_parallel_size,
+        ),
+        pcie=bool(plan.nccl),
+        latent=_latent_bytes(plan, elements),
+        kind=kind,
+        drafts=plan.speculative_tokens,
+    )
+
+
 def plan(
     hardware: Mapping[str, Any],
     model: Mapping[str, Any] | None,
@@ -584,6 +617,7 @@ def plan(
     faults = (model or {}).get("faults")
     result.notes += [str(fault) for fault in (faults if isinstance(faults, list) else [])]
     options = _settings(stack, overrides, "options")
+    variables = _settings(stack, overrides, "environment")
     if device == "cpu":
         result.tensor_parallel_size = _whole(overrides.get("tensor_parallel_size")) or 1
         reason = tensor_parallel_fault(result.tensor_parallel_size, model)
@@ -594,7 +628,6 @@ def plan(
                 "set plan_tensor_parallel_size: 0, which plans it",
             )
         _check_cpu_overrides(result, hardware, overrides)
-        variables = _settings(stack, overrides, "environment")
         tokens = _cpu_tokens(result, hardware, model, options, variables)
         cards: list[Mapping[str, Any]] = []
     else:
@@ -614,6 +647,8 @@ def plan(
             result.notes.append(f"no flash-attn build fits: {result.build['arithmetic']}")
     _context(result, tokens, model, overrides)
     _links(result, hardware)
+    if device == "cuda":
+        _expect(result, cards[: len(result.gpus)], model, variables)
     _numa(result, cards, hardware, overrides)
     _limits(result, hardware, model, overrides)
     total = _whole(_value(hardware, "memory_total_bytes"))
