@@ -418,6 +418,7 @@ DEVICE = st.fixed_dictionaries({"address": st.text(max_size=3)}, optional={"revi
                 "data_parallel_size",
                 "expected_gpus",
                 "start_timeout",
+                "attention_backend",
                 "options",
                 "environment",
                 "applied",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import decode_model
-from .serving_plan import gib
+from .serving_plan import TRITON, gib
 
 # what a running server was started with
 RUNS = (
@@ -18,6 +18,7 @@ RUNS = (
     "gpu_memory_utilization",
     "max_model_len",
     "speculative_tokens",
+    "attention_backend",
     "nccl",
     "environment",
 )
@@ -41,7 +42,8 @@ def _rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("CPUs", _shown(box.get("cpus"))),
         ("MAX_JOBS", _shown((plan.get("build") or {}).get("max_jobs"))),
     ]
-    rows += [(name, _shown(plan.get(name))) for name in RUNS]
+    rows += [(name, _shown(plan.get(name))) for name in RUNS if name != "attention_backend"]
+    rows.append(("attention_backend", plan.get("attention_backend") or "vLLM's choice"))
     return [
         *rows,
         ("weights per GPU", "unknown" if weights is None else gib(weights)),
@@ -133,6 +135,11 @@ def options(plan: Mapping[str, Any]) -> dict[str, Any]:
             for name in ("pipeline_parallel_size", "data_parallel_size")
             if plan[name] > 1
         },
+        **(
+            {"attention_backend": "CUSTOM", "kv_cache_dtype": plan["kv_cache_dtype"]}
+            if plan.get("attention_backend") == TRITON
+            else {}
+        ),
         "speculative_config": (
             {"method": "mtp", "num_speculative_tokens": tokens} if tokens else None
         ),

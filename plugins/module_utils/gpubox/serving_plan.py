@@ -28,6 +28,7 @@ ACTIVATION_BYTES = 4 * GIB  # inside the share, the peak of a step of 8,192 toke
 FP8_DS_MLA_BYTES = 656  # a token and layer; vLLM 0.33, layers/attention/mla_attention.py
 K_BLOCK = 256  # elements that share a scale in a K-quant
 LOWEST_CAPABILITY = (9, 0)  # no sparse MLA backend below (field report V5)
+TRITON = "triton"  # patch 0020, which registers vLLM's backend CUSTOM
 BLOCK_TOKENS = 64  # the context is a multiple of a KV cache block of sparse MLA
 NOFILE = 1048576
 READ_SPEED_ASSUMED = 500_000_000  # bytes a second when none was measured
@@ -56,6 +57,7 @@ class Plan:
     kv_cache_bytes_per_token_per_gpu: int | None = None
     max_model_len: int | None = None
     speculative_tokens: int = 0
+    attention_backend: str | None = None
     concurrent_contexts: float | None = None
     weights_bytes_per_gpu: int | None = None
     build: dict[str, Any] = field(default_factory=dict)
@@ -370,6 +372,30 @@ def _latent_bytes(plan: Plan, elements: int) -> int:
     return FP8_DS_MLA_BYTES if plan.kv_cache_dtype.startswith("fp8") else elements * 2
 
 
+def _attention(plan: Plan, overrides: Mapping[str, Any], options: dict[str, Any]) -> None:
+    """The backend that is asked for, and the layout of the KV cache that comes with it.
+
+    vLLM packs an fp8 cache (fp8_ds_mla) by itself for its own backends only; what serving_options
+    says of it is kept, and judged in preflight.
+    """
+    asked = overrides.get("attention_backend") or None
+    if asked is None:
+        return
+    if plan.device != "cuda" or asked != TRITON:
+        plan.refuse(
+            f"plan_attention_backend: {asked}"
+            + ("" if plan.device == "cuda" else ", and a stack that computes on the CPU"),
+            f"{TRITON} with a stack for cards, or empty",
+            'set plan_attention_backend: ""',
+        )
+        return
+    plan.attention_backend = TRITON
+    given = overrides.get("options")
+    own = {str(name).replace("-", "_") for name in given} if isinstance(given, Mapping) else set()
+    if "kv_cache_dtype" not in own and str(options.get("kv_cache_dtype")) in ("fp8", "fp8_e4m3"):
+        options["kv_cache_dtype"] = "fp8_ds_mla"
+
+
 def _settings(stack: Any, overrides: Mapping[str, Any], name: str) -> dict[str, Any]:
     """``options`` or ``environment`` of the server: the stack's, and the operator's over them."""
     serve = stack.get("serve") if isinstance(stack, Mapping) else None
@@ -618,6 +644,7 @@ def plan(
     result.notes += [str(fault) for fault in (faults if isinstance(faults, list) else [])]
     options = _settings(stack, overrides, "options")
     variables = _settings(stack, overrides, "environment")
+    _attention(result, overrides, options)
     if device == "cpu":
         result.tensor_parallel_size = _whole(overrides.get("tensor_parallel_size")) or 1
         reason = tensor_parallel_fault(result.tensor_parallel_size, model)
