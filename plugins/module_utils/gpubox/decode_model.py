@@ -30,7 +30,8 @@ EXPERTS_PATCHED = {1: 0.056, 4: 0.073, 8: 0.128, 16: 0.220, 32: 0.377, 64: 0.528
 ACCEPTANCE = (0.80, 0.55, 0.29)
 # Bytes a second while every card reads from its peers: vllm issue 56128, 4 RTX PRO 6000 over PCIe
 PEERS_AT_ONCE = 20_600_000_000
-# and from one peer at a time, which a ring does: the same cards in two dual-socket boxes
+# and from one peer at a time, which a ring does: github.com/voipmonitor/rtx6kpro,
+# hardware/pcie-bandwidth, eight of these cards on two sockets
 ONE_PEER = 53_000_000_000
 LL_FACTOR = 2  # NCCL's LL sends a flag of four bytes with four bytes of data
 CONTEXT = 8192  # tokens, where nothing else is asked
@@ -41,7 +42,9 @@ HISTORIC_DEFAULT, HISTORIC_LL = 43.0, 57.0  # tokens/s of this box, the GGUF and
 # One-shot all-reduce, two sockets, TP8, no MTP: +7.2 % on 59.0 (glm5-on-vllm). It gives what a call
 # saves against NCCL; FlashInfer's PCIe IPC is taken to save as much, and to grow as a ring does.
 ONE_SHOT_GAIN = 0.072
-REPORTED, REPORTED_MTP = 59.0, 95.6  # GLM-5.1, NVFP4; only the first is used to fit
+# GLM-5.1, taken to be NVFP4 with NCCL (the report in glm5-on-vllm says neither): the first
+# anchors the checks and ONE_SHOT_GAIN, the second is not fitted
+REPORTED, REPORTED_MTP = 59.0, 95.6
 # What a speculating step costs besides reading: 63.3 tokens/s without MTP, 96.1 with two drafts
 # (59 % accepted) and 116.3 with four (42 %); vLLM 0.27.1, another model, one RTX PRO 6000
 # (github.com/sudoingX/qwen38-mtp, pull request 11). A line through the two steps, at no drafts.
