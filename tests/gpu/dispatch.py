@@ -382,6 +382,21 @@ def large_copies_go_through_pinned_memory() -> None:
         assert len(CALLS) <= 4, (name, CALLS)
 
 
+def the_attention_backend_is_there_to_be_chosen() -> None:
+    """CUSTOM is this plugin's, unless it is another one's already; nothing takes it unasked."""
+    import vllm_gguf_plugin
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    custom.clear_override()
+    vllm_gguf_plugin.register()
+    assert custom.is_overridden(), "CUSTOM is not registered"
+    assert custom.get_path() == "vllm_gguf_plugin.attention.TritonSparseMLABackend"
+    register_backend(custom, "another.Backend")
+    vllm_gguf_plugin.register()
+    assert custom.get_path() == "another.Backend"
+
+
 CHECKS = {  # by the patch that fails without
     "0010": [experts_beyond_2_31_bytes_are_split, triton_kernels_get_64_bit_expert_ids],
     "0011": [vector_grid_is_not_exceeded],
@@ -389,6 +404,7 @@ CHECKS = {  # by the patch that fails without
     "0013": [linear_layers_take_long_batches_there],
     "0014": [short_batches_go_to_the_faster_kernel],
     "0018": [large_copies_go_through_pinned_memory],
+    "0020": [the_attention_backend_is_there_to_be_chosen],
 }
 
 

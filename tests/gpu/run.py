@@ -80,20 +80,22 @@ def main() -> int:
         ("compile", [python, HERE / "compile.py"]),
         ("dispatch", [python, HERE / "dispatch.py", "--patches", ROOT / "files/patches"]),
         ("kernels", [python, HERE / "kernels.py"]),
+        ("attention", [python, HERE / "attention.py"]),
         ("serving", [python, HERE / "serving.py"]),
         ("true sizes", [python, HERE / "true_sizes.py"]),
     ]
     if arguments.time:
         parts.append(("times", [python, HERE / "kernels.py", "--time"]))
+        parts.append(("attention times", [python, HERE / "attention.py", "--time"]))
     results = [run(name, command) for name, command in parts]
     card = output(
         "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
     )
     print(f"\n{datetime.date.today()}; {'; '.join(sorted(set(card.splitlines())))}")
     print(output(python, "-c", VERSIONS))
-    print(f"\n{'part':<10} {'passed':>7} {'failed':>7} {'seconds':>8}")
+    print(f"\n{'part':<15} {'passed':>7} {'failed':>7} {'seconds':>8}")
     for name, passed, failed, seconds in results:
-        print(f"{name:<10} {passed:>7} {failed:>7} {seconds:>8.0f}")
+        print(f"{name:<15} {passed:>7} {failed:>7} {seconds:>8.0f}")
     return 1 if any(failed for _, _, failed, _ in results) else 0
 
 

@@ -5,9 +5,10 @@
 
 The two types are those that the production stack serves with; others follow from the cases here.
 FOLDER holds the production stack's vLLM (``uv pip install --no-deps --target FOLDER vllm==…``). Run
-it with the Python of any environment that has vLLM's dependencies: the sources are imported from
-FOLDER. The hardware boundary is stood in for: the card's compute capability, vLLM's compiled
-libraries, and whether FlashInfer is there. One line a case, and exit status 1 when one differs.
+it with the Python of any environment that has vLLM's dependencies and the patched plugin: vLLM's
+sources are imported from FOLDER. The hardware boundary is stood in for: the card's compute
+capability, vLLM's compiled libraries, and whether FlashInfer is there. One line a case, and exit
+status 1 when one differs.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ class Case:
     index_topk: int = 2048
     flashinfer: bool = True
     decode_context_parallel: bool = False
+    backend: str | None = None  # --attention-backend
+    capability: tuple[int, int] = RTX_PRO_6000
 
 
 SM120 = "FLASHINFER_MLA_SPARSE_SM120"
+TRITON = "TRITON_MLA_SPARSE"  # patch 0020
 CASES = [
     Case("what the stack serves with", SM120),
     Case("KV cache by default", SM120, kv_cache_dtype="auto"),
@@ -47,6 +51,59 @@ CASES = [
     Case("another index_topk", "requires index_topk=2048; got 1024", index_topk=1024),
     Case("without FlashInfer", "requires FlashInfer's sparse MLA decode API", flashinfer=False),
     Case("decode context parallel", "No valid attention backend", decode_context_parallel=True),
+    Case("fallback", TRITON, backend="CUSTOM", kv_cache_dtype="fp8_ds_mla"),
+    Case("fallback, KV cache in bfloat16", TRITON, backend="CUSTOM", kv_cache_dtype="bfloat16"),
+    Case("fallback, KV cache by default", TRITON, backend="CUSTOM", kv_cache_dtype="auto"),
+    Case(
+        "fallback without FlashInfer",
+        TRITON,
+        backend="CUSTOM",
+        kv_cache_dtype="fp8_ds_mla",
+        flashinfer=False,
+    ),
+    Case(
+        "fallback, another index_topk",
+        TRITON,
+        backend="CUSTOM",
+        kv_cache_dtype="fp8_ds_mla",
+        index_topk=1024,
+    ),
+    Case(
+        "fallback on an H200",
+        TRITON,
+        backend="CUSTOM",
+        kv_cache_dtype="fp8_ds_mla",
+        capability=(9, 0),
+    ),
+    Case("fallback, KV cache not packed", "fp8_ds_mla", backend="CUSTOM", kv_cache_dtype="fp8"),
+    Case(
+        "fallback, float16",
+        "dtype not supported",
+        backend="CUSTOM",
+        kv_cache_dtype="fp8_ds_mla",
+        dtype="float16",
+    ),
+    Case(
+        "fallback, blocks of 32 tokens",
+        "block_size not supported",
+        backend="CUSTOM",
+        kv_cache_dtype="fp8_ds_mla",
+        block_size=32,
+    ),
+    Case(
+        "fallback, decode context parallel",
+        "DCP not supported",
+        backend="CUSTOM",
+        kv_cache_dtype="fp8_ds_mla",
+        decode_context_parallel=True,
+    ),
+    Case(
+        "fallback on an A100",
+        "compute capability not supported",
+        backend="CUSTOM",
+        kv_cache_dtype="fp8_ds_mla",
+        capability=(8, 0),
+    ),
 ]
 
 
@@ -75,14 +132,15 @@ def choose(case: Case, dtype: str, kv_cache_dtype: str) -> str:
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
     from vllm.utils import flashinfer
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     class CardStandIn(CudaPlatformBase):  # type: ignore[misc]
-        device_name = "stand-in for an RTX PRO 6000"
+        device_name = "stand-in for a card"
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> Any:  # noqa: ARG003 - its signature
-            return DeviceCapability(*RTX_PRO_6000)
+            return DeviceCapability(*case.capability)
 
     flashinfer.has_flashinfer_sparse_mla_sm120 = lambda: case.flashinfer
     # what the backends ask of vLLM's configuration; a whole one wants a device
@@ -103,7 +161,7 @@ def choose(case: Case, dtype: str, kv_cache_dtype: str) -> str:
     )
     try:
         path = CardStandIn.get_attn_backend_cls(
-            None,
+            AttentionBackendEnum[case.backend] if case.backend else None,
             AttentionSelectorConfig(
                 head_size=576,  # kv_lora_rank + qk_rope_head_dim
                 dtype=getattr(torch, case.dtype or dtype),
@@ -127,7 +185,9 @@ def main() -> int:
     sys.path.insert(0, folder)
     sys.meta_path.insert(0, _CompiledLibraryStandIns())
     import vllm
+    import vllm_gguf_plugin
 
+    vllm_gguf_plugin.register()
     failed = 0
     print(f"vllm {vllm.__version__}")
     for case in CASES:

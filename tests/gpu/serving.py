@@ -19,6 +19,7 @@ says so and ends with 0.
   attends to all tokens.
 - fp8: sparse with the KV cache that the stack serves with. Its rounding is not in the noise of
   bfloat16, so four times that is allowed. (Short texts are attended to before they are rounded.)
+- triton, triton fp8, triton mtp graphs: sparse, fp8, mtp graphs with the attention of patch 0020.
 - drafts: a copy of the model in which every next token follows from the last one and the MTP layer
   foresees it, by construction. Then nearly every draft is accepted and the text is the one without
   speculation; with names or halves mixed up nearly none is.
@@ -50,7 +51,7 @@ CHUNK = 1024  # tokens that transformers computes at once
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 2}
 TOPK = 2048  # index_topk of the model
 FACTOR = 2.0  # times the noise of bfloat16
-FACTORS = {"fp8": 4.0}  # where it is another
+FACTORS = {"fp8": 4.0, "triton fp8": 4.0}  # where it is another
 ACCEPTED = 0.9  # of the drafts that are right by construction
 # A near-tie: the chosen token leads by less than bfloat16 moves a log probability (mtp: 99 of 100).
 # In the model of `drafts` no router and no attention amplifies the rounding.
@@ -61,6 +62,8 @@ GRAPHS = {
     "enforce_eager": False,
     "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 48]},
 }
+TRITON = {"attention_backend": "CUSTOM"}
+PACKED = {"kv_cache_dtype": "fp8_ds_mla"}
 # engine: model, texts whose tokens it judges, options
 ENGINES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "model": ("model", ("golden", "sparse", "long"), {}),
@@ -68,6 +71,9 @@ ENGINES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "model+graphs": ("model", (), GRAPHS),
     "model+mtp+graphs": ("model", (), {**MTP, **GRAPHS}),
     "model+fp8": ("model", ("sparse",), {"kv_cache_dtype": "fp8"}),
+    "model+triton": ("model", ("sparse",), TRITON),
+    "model+triton+fp8": ("model", ("sparse",), {**TRITON, **PACKED}),
+    "model+triton+mtp+graphs": ("model", (), {**TRITON, **MTP, **GRAPHS}),
     "foreseeing": ("foreseeing", (), {}),
     "foreseeing+mtp": ("foreseeing", (), MTP),
     "foreseeing+mtp+graphs": ("foreseeing", (), {**MTP, **GRAPHS}),
@@ -316,6 +322,8 @@ def judged(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
     forced = [(name, "model", f"model {name}") for name in TEXTS]
     forced += [(kind, kind, f"{kind} golden") for kind in TYPES]
     forced += [("fp8", "model+fp8", "model sparse")]
+    forced += [("triton", "model+triton", "model sparse")]
+    forced += [("triton fp8", "model+triton+fp8", "model sparse")]
     for check, part, key in forced:
         passed, line = False, "an engine did not answer"
         if wanted and part in results:
@@ -327,6 +335,7 @@ def judged(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
         ("graphs", "model", "model+graphs"),
         ("mtp graphs", "model", "model+mtp+graphs"),
         ("drafts graphs", "foreseeing", "foreseeing+mtp+graphs"),
+        ("triton mtp graphs", "model", "model+triton+mtp+graphs"),
     ):
         passed, line = False, "an engine did not answer"
         if plain in results and other in results:
@@ -407,7 +416,7 @@ def main() -> int:
         failed = 0
         for check, passed, line in judged(results):
             failed += not passed
-            print(f"{'PASS' if passed else 'FAIL'} {check:<13} {line}", flush=True)
+            print(f"{'PASS' if passed else 'FAIL'} {check:<17} {line}", flush=True)
     return 1 if failed else 0
 
 

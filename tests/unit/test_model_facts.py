@@ -23,6 +23,7 @@ CONFIG = {
     "moe_intermediate_size": 2048,
     "num_nextn_predict_layers": 1,
     "hidden_size": 6144,
+    "vocab_size": 154880,
 }
 # GLM-5's own sizes: dimensions as stored, the contiguous one first
 EXPERTS = {
@@ -61,11 +62,15 @@ def test_sums_of_a_file_of_the_real_size(tmp_path: Path) -> None:
         ("blk.0.attn_k_b.weight", (192, 512, 64), TYPE_Q8_0),
         ("blk.0.indexer.attn_q_b.weight", (2048, 4096), TYPE_Q8_0),
         ("blk.0.attn_norm.weight", (6144,), TYPE_F32),
+        ("token_embd.weight", (6144, 64), TYPE_Q8_0),
+        ("output.weight", (6144, 32), TYPE_Q8_0),
+        ("blk.78.nextn.embed_tokens.weight", (6144, 96), TYPE_Q8_0),
         ("blk.78.nextn.eh_proj.weight", (12288, 6144), TYPE_Q8_0),
     ]
     header = read_header(sparse(tmp_path / "m.gguf", tensors))
     facts = model_facts(CONFIG, [header])
-    small = (192 * 512 * 64 + 2048 * 4096 + 12288 * 6144) // 32 * 34
+    row = 6144 // 32 * 34
+    small = (192 * 512 * 64 + 2048 * 4096 + 12288 * 6144) // 32 * 34 + (64 + 32 + 96) * row
     assert facts["architecture"] == "glm-dsa"
     assert facts["tensor_bytes"] == 76 * EXPERTS_BYTES + small + 6144 * 4
     assert facts["quantization_types"] == {
@@ -75,11 +80,17 @@ def test_sums_of_a_file_of_the_real_size(tmp_path: Path) -> None:
     }
     assert facts["weights"] == {
         # attn_k_b takes two bytes an element once it is loaded
-        "divided": 75 * EXPERTS_BYTES + 192 * 512 * 64 * 2,
+        "divided": 75 * EXPERTS_BYTES + 192 * 512 * 64 * 2 + (64 + 32) * row,
         "replicated": 2048 * 4096 // 32 * 34 + 6144 * 4,
-        "mtp_divided": EXPERTS_BYTES,
+        "mtp_divided": EXPERTS_BYTES + 96 * row,
         "mtp_replicated": 12288 * 6144 * 2,
+        "routed": 75 * EXPERTS_BYTES,
+        "mtp_routed": EXPERTS_BYTES,
+        "embedding": 64 * row,
+        "mtp_embedding": 96 * row,
+        "head": 32 * row,
     }
+    assert facts["expert_layers"] == 75  # without that of MTP
     assert facts["row_parallel"] == [[2048, 256]]
 
 
@@ -88,7 +99,8 @@ def test_sizes_come_from_the_configuration() -> None:
     assert (facts["layers"], facts["heads"], facts["index_heads"]) == (78, 64, 32)
     assert facts["mtp_layers"] == 1
     assert facts["experts"] is None  # text is no number
-    assert "hidden_size" not in facts["config"]
+    assert facts["hidden_size"] == 6144
+    assert "vocab_size" not in facts["config"]
 
 
 def test_nothing_known_is_none_and_not_zero() -> None:

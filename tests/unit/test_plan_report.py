@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from gpubox.plan_report import differences, options, record, redone, report, table
+from gpubox.serving import serve_arguments
 from gpubox.serving_plan import GIB, plan
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,3 +135,36 @@ def test_a_unit_that_both_have_is_said_once(
         for size in (before, after)
     ]
     assert line in differences(*plans)
+
+
+def test_one_variable_takes_the_fallback_of_attention() -> None:
+    before = planned(8, 432)
+    assert "attention_backend" not in options(before)
+    chosen = planned(8, 432, attention_backend="triton")
+    assert chosen["faults"] == []
+    # fp8 of the stack is packed, as FlashInfer's backend packs it by itself
+    arguments = serve_arguments("m", CUDA["serve"]["options"], options(chosen))
+    assert arguments[1:3] == ["--attention-backend", "CUSTOM"]
+    assert arguments[arguments.index("--kv-cache-dtype") + 1] == "fp8_ds_mla"
+    assert chosen["kv_cache_tokens"] == before["kv_cache_tokens"]
+    assert differences(before, chosen) == ["attention_backend vLLM's choice → triton"]
+    assert differences(chosen, before) == ["attention_backend triton → vLLM's choice"]
+    assert redone(before, chosen)["restart"]
+    # what earlier versions applied had no such choice
+    del before["attention_backend"]
+    assert differences(before, planned(8, 432)) == []
+    assert not any(redone(before, planned(8, 432)).values())
+
+
+@pytest.mark.parametrize("given", ["bfloat16", "fp8"])
+def test_the_operators_own_kv_cache_is_kept(given: str) -> None:
+    chosen = planned(8, 432, attention_backend="triton", options={"kv-cache-dtype": given})
+    assert options(chosen)["kv_cache_dtype"] == given
+
+
+def test_a_backend_that_is_not_there_is_refused() -> None:
+    (fault,) = planned(8, 432, attention_backend="cutlass")["faults"]
+    assert fault["measured"] == "plan_attention_backend: cutlass"
+    cpu = {"device": "cpu", "serve": {"options": {}}}
+    (fault,) = plan(box(8), GLM5, cpu, {"attention_backend": "triton"}).faults
+    assert "a stack that computes on the CPU" in fault["measured"]

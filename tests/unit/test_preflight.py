@@ -83,6 +83,8 @@ def test_the_plan_against_config_json(
         ({"block_size": 32}, "block_size 32"),
         ({"block-size": "big"}, "block_size big"),
         ({"decode_context_parallel_size": 8}, "decode_context_parallel_size 8"),
+        ({"attention_backend": "flashinfer_mla_sparse_sm120"}, None),
+        ({"attention-backend": "FLASHMLA_SPARSE"}, "attention_backend FLASHMLA_SPARSE"),
     ],
 )
 def test_options_that_no_backend_of_these_cards_takes(
@@ -99,6 +101,27 @@ def test_binding_ranks_needs_numactl() -> None:
     assert "python_env_extra_packages" in finding.remedy
     assert preflight.check_numa_bind({"numa_bind": True}, True) == []
     assert preflight.check_numa_bind({"numa_bind": False}, False) == []
+
+
+@pytest.mark.parametrize("capability", ["12.0", "9.0"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8_ds_mla"}, None),
+        ({"kv-cache-dtype": "bfloat16"}, None),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
+        ({"dtype": "float16"}, "dtype float16"),
+        ({"block_size": 32}, "block_size 32"),
+        ({"decode_context_parallel_size": 8}, "decode_context_parallel_size 8"),
+    ],
+)
+def test_options_that_the_fallback_does_not_take(
+    options: dict[str, Any], said: str | None, capability: str
+) -> None:
+    """As tests/gpu/selector.py finds them with vLLM's own selector."""
+    given = {"attention_backend": "custom"} | options
+    found = preflight.check_options(given, {"index_topk": 1024}, [capability])
+    assert [finding.measured for finding in found] == ([said] if said else [])
 
 
 def test_the_kernel_of_these_cards_knows_one_index_topk() -> None:

@@ -17,6 +17,9 @@ CPU = {
 # config.json of GLM-5 and round sums of the size of its Q4_K_XL
 GLM5: dict[str, Any] = {
     "layers": 78,
+    "hidden_size": 6144,
+    "experts_per_token": 8,
+    "expert_layers": 75,
     "heads": 64,
     "index_heads": 32,
     "index_head_dim": 128,
@@ -33,6 +36,8 @@ GLM5: dict[str, Any] = {
         "replicated": 4 * 10**9,
         "mtp_divided": 6 * 10**9,
         "mtp_replicated": 10**8,
+        "routed": 380 * 10**9,
+        "mtp_routed": 5 * 10**9,
     },
     "row_parallel": [[2048, 256], [12288, 256], [16384, 256]],
 }
@@ -500,6 +505,7 @@ DEVICE = st.fixed_dictionaries({"address": st.text(max_size=3)}, optional={"revi
                 "data_parallel_size",
                 "expected_gpus",
                 "start_timeout",
+                "attention_backend",
                 "options",
                 "environment",
                 "applied",

@@ -40,15 +40,19 @@ _DEQUANTIZED = (
     "indexer.proj",
     "nextn.eh_proj",
 )
+# read by the step in parts: experts those that are chosen, the embedding one row
+_PARTS = {"_exps": "routed", "token_embd": "embedding", "embed_tokens": "embedding"}
 _BFLOAT16_BYTES = 2
 # name here: key of config.json
 _SIZES = {
     "layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
     "heads": "num_attention_heads",
     "index_heads": "index_n_heads",
     "index_head_dim": "index_head_dim",
     "index_topk": "index_topk",
     "experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
     "expert_intermediate_size": "moe_intermediate_size",
     "kv_lora_rank": "kv_lora_rank",
     "qk_rope_head_dim": "qk_rope_head_dim",
@@ -77,12 +81,26 @@ def loaded_bytes(tensor: Tensor) -> int:
 
 
 def _weights(tensors: Iterable[Tensor], layers: int | None) -> dict[str, int]:
-    sums = {"divided": 0, "replicated": 0, "mtp_divided": 0, "mtp_replicated": 0}
+    names = ("divided", "replicated", "routed", "embedding")
+    sums = {prefix + name: 0 for prefix in ("", "mtp_") for name in names} | {"head": 0}
     for tensor in tensors:
         kind, layer = _kind_and_layer(tensor.name)
+        size = loaded_bytes(tensor)
         prefix = "mtp_" if layers is not None and layer is not None and layer >= layers else ""
-        sums[prefix + ("divided" if kind in _DIVIDED else "replicated")] += loaded_bytes(tensor)
+        sums[prefix + ("divided" if kind in _DIVIDED else "replicated")] += size
+        for end, part in _PARTS.items():
+            if kind.endswith(end):
+                sums[prefix + part] += size
+        sums["head"] += size if kind == "output" else 0
     return sums
+
+
+def _expert_layers(tensors: Iterable[Tensor], layers: int | None) -> int:
+    found = {_kind_and_layer(tensor.name) for tensor in tensors}
+    return sum(
+        kind == "ffn_down_exps" and layer is not None and (layers is None or layer < layers)
+        for kind, layer in found
+    )
 
 
 def read_config(*folders: Path) -> tuple[dict[str, Any] | None, GpuboxError | None]:
@@ -128,8 +146,10 @@ def model_facts(
         ``architecture`` (general.architecture), ``config`` (the keys of config.json that are used),
         the sizes of config.json by the names of the planner, ``quantization_types`` (type to
         bytes), ``tensor_bytes`` (all of them, as stored), ``weights`` (bytes as loaded: ``divided``
-        over tensor parallel ranks or ``replicated``, those of the MTP layers apart) and
-        ``row_parallel`` (pairs of a row's elements and its block, which a rank must not cut).
+        over tensor parallel ranks or ``replicated``, those of the MTP layers apart; of them
+        ``routed`` experts, ``embedding`` and ``head``), ``expert_layers`` (layers with routed
+        experts, without MTP) and ``row_parallel`` (pairs of a row's elements and its block, which
+        a rank must not cut).
     """
     sizes: dict[str, int | None] = {}
     for name, key in _SIZES.items():
@@ -154,6 +174,7 @@ def model_facts(
         "quantization_types": dict(sorted(types.items())),
         "tensor_bytes": sum(types.values()) if headers else None,
         "weights": _weights(tensors, sizes["layers"]) if headers else None,
+        "expert_layers": _expert_layers(tensors, sizes["layers"]) if headers else None,
         "row_parallel": [list(pair) for pair in sorted(rows)],
         "faults": list(faults),
     }

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .serving_plan import gib
+from . import decode_model
+from .serving_plan import TRITON, gib
 
 # what a running server was started with
 RUNS = (
@@ -17,6 +18,7 @@ RUNS = (
     "gpu_memory_utilization",
     "max_model_len",
     "speculative_tokens",
+    "attention_backend",
     "nccl",
     "environment",
 )
@@ -37,12 +39,14 @@ def _size(bytes_: Any) -> str:
 def _rows(plan: Mapping[str, Any]) -> dict[str, str]:
     """What is shown, by name."""
     box = plan.get("box") or {}
+    runs = {name: _shown(plan.get(name)) for name in RUNS}
+    runs["attention_backend"] = plan.get("attention_backend") or "vLLM's choice"
     return {
         "GPUs": str(len(plan.get("gpus") or [])),
         "RAM": _size(box.get("memory_total_bytes")),
         "CPUs": _shown(box.get("cpus")),
         "MAX_JOBS": _shown((plan.get("build") or {}).get("max_jobs")),
-        **{name: _shown(plan.get(name)) for name in RUNS},
+        **runs,
         "weights per GPU": _size(plan.get("weights_bytes_per_gpu")),
         "KV cache tokens": _shown(plan.get("kv_cache_tokens")),
         "concurrent contexts": _shown(plan.get("concurrent_contexts")),
@@ -70,6 +74,8 @@ def table(plan: Mapping[str, Any]) -> list[str]:
     lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
     lines += [f"left out: {one['address']}: {one['reason']}" for one in plan["gpus_left_out"]]
     lines += [f"build: {plan['build']['arithmetic']}", f"start: {plan['limits']['arithmetic']}"]
+    if plan.get("expected"):
+        lines += decode_model.lines(plan["expected"])
     lines += [f"note: {note}" for note in plan["notes"]]
     return lines + fault_lines(plan)
 
@@ -145,6 +151,11 @@ def options(plan: Mapping[str, Any]) -> dict[str, Any]:
             for name in ("pipeline_parallel_size", "data_parallel_size")
             if plan[name] > 1
         },
+        **(
+            {"attention_backend": "CUSTOM", "kv_cache_dtype": plan["kv_cache_dtype"]}
+            if plan.get("attention_backend") == TRITON
+            else {}
+        ),
         "speculative_config": (
             {"method": "mtp", "num_speculative_tokens": tokens} if tokens else None
         ),

@@ -45,6 +45,12 @@ SM120_OPTIONS = {
     "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"),
 }
 SM120_INDEX_TOPK = 2048
+SM120_BACKENDS = ("AUTO", "FLASHINFER_MLA_SPARSE_SM120", "CUSTOM")
+# patch 0020: what the plugin's own backend supports, on any card
+CUSTOM_OPTIONS = {
+    "dtype": ("auto", "bfloat16"),
+    "kv_cache_dtype": ("auto", "bfloat16", "fp8_ds_mla"),
+}
 
 
 @dataclass(frozen=True)
@@ -207,6 +213,8 @@ def check_options(
 ) -> list[Finding]:
     """Options of ``vllm serve`` that no attention backend takes on compute capability 12.x.
 
+    With ``attention_backend`` CUSTOM: what the plugin's own backend does not take, on any card.
+
     The rules are those of vLLM's own selector (tests/gpu/selector.py holds them to it).
 
     Args:
@@ -214,11 +222,16 @@ def check_options(
         config: config.json, None when it is not there yet.
         capabilities: of the cards, such as ``12.0``; others than 12.x are not judged.
     """
-    if not any(capability.startswith("12.") for capability in capabilities):
-        return []
     given = {name.replace("-", "_"): value for name, value in options.items()}
+    backend = str(given.get("attention_backend") or "auto").upper()  # vLLM takes any case
+    custom = backend == "CUSTOM"
+    if not custom and not any(capability.startswith("12.") for capability in capabilities):
+        return []
     found = []
-    for name, allowed in SM120_OPTIONS.items():
+    if backend not in SM120_BACKENDS:
+        wanted = f"one of: {', '.join(SM120_BACKENDS)}; others have no sparse MLA for these cards"
+        found.append((f"attention_backend {backend}", wanted, "attention_backend"))
+    for name, allowed in (CUSTOM_OPTIONS if custom else SM120_OPTIONS).items():
         value = given.get(name)
         if value is not None and str(value) not in allowed:
             found.append((f"{name} {value}", f"one of: {', '.join(allowed)}", name))
@@ -239,7 +252,7 @@ def check_options(
         for measured, wanted, name in found
     ]
     top = (config or {}).get("index_topk")
-    if isinstance(top, int) and top != SM120_INDEX_TOPK:
+    if isinstance(top, int) and top != SM120_INDEX_TOPK and not custom:
         findings.append(
             Finding(
                 "error",

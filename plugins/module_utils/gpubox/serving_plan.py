@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from . import decode_model
+
 GIB = 1024**3
 MIB = 1024**2
 # flash-attention pull request 2079: 3.2 to 5 GB a thread of nvcc, measured there with CUDA 12.8
@@ -26,6 +28,7 @@ ACTIVATION_BYTES = 4 * GIB  # inside the share, the peak of a step of 8,192 toke
 FP8_DS_MLA_BYTES = 656  # a token and layer; vLLM 0.33, layers/attention/mla_attention.py
 K_BLOCK = 256  # elements that share a scale in a K-quant
 LOWEST_CAPABILITY = (9, 0)  # no sparse MLA backend below (field report V5)
+TRITON = "triton"  # patch 0020, which registers vLLM's backend CUSTOM
 BLOCK_TOKENS = 64  # the context is a multiple of a KV cache block of sparse MLA
 NOFILE = 1048576
 READ_SPEED_ASSUMED = 500_000_000  # bytes a second when none was measured
@@ -54,6 +57,7 @@ class Plan:
     kv_cache_bytes_per_token_per_gpu: int | None = None
     max_model_len: int | None = None
     speculative_tokens: int = 0
+    attention_backend: str | None = None
     concurrent_contexts: float | None = None
     weights_bytes_per_gpu: int | None = None
     build: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +65,7 @@ class Plan:
     environment: dict[str, str] = field(default_factory=dict)
     numa: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
+    expected: dict[str, Any] = field(default_factory=dict)
     faults: list[dict[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -390,10 +395,39 @@ def _kv_bytes(plan: Plan, model: Any, options: Mapping[str, Any]) -> int | None:
     layers += (_size(model, "mtp_layers") or 0) if plan.speculative_tokens else 0
     if plan.device == "cpu":  # dense MLA, no indexer
         return layers * (rank + rope) * _DTYPE_BYTES.get(str(options.get("dtype")), 2)
-    latent = FP8_DS_MLA_BYTES if plan.kv_cache_dtype.startswith("fp8") else (rank + rope) * 2
+    latent = _latent_bytes(plan, rank + rope)
     # keys in fp8 and a scale of four bytes for each 128 (models/deepseek_v32/attention.py:96)
     head = _size(model, "index_head_dim") or 0
     return layers * (latent + head + head // 128 * 4)
+
+
+def _latent_bytes(plan: Plan, elements: int) -> int:
+    """KV cache of a token in one layer on a card, without the keys of the indexer."""
+    return FP8_DS_MLA_BYTES if plan.kv_cache_dtype.startswith("fp8") else elements * 2
+
+
+def _attention(plan: Plan, overrides: Mapping[str, Any], options: dict[str, Any]) -> None:
+    """The backend that is asked for, and the layout of the KV cache that comes with it.
+
+    vLLM packs an fp8 cache (fp8_ds_mla) by itself for its own backends only; what serving_options
+    says of it is kept, and judged in preflight.
+    """
+    asked = overrides.get("attention_backend") or None
+    if asked is None:
+        return
+    if plan.device != "cuda" or asked != TRITON:
+        plan.refuse(
+            f"plan_attention_backend: {asked}"
+            + ("" if plan.device == "cuda" else ", and a stack that computes on the CPU"),
+            f"{TRITON} with a stack for cards, or empty",
+            'set plan_attention_backend: ""',
+        )
+        return
+    plan.attention_backend = TRITON
+    given = overrides.get("options")
+    own = {str(name).replace("-", "_") for name in given} if isinstance(given, Mapping) else set()
+    if "kv_cache_dtype" not in own and str(options.get("kv_cache_dtype")) in ("fp8", "fp8_e4m3"):
+        options["kv_cache_dtype"] = "fp8_ds_mla"
 
 
 def _settings(stack: Any, overrides: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -600,6 +634,31 @@ def _limits(
     }
 
 
+def _expect(
+    plan: Plan, cards: Sequence[Mapping[str, Any]], model: Any, variables: Mapping[str, Any]
+) -> None:
+    """What one stream can expect, as the server is started; it decides nothing."""
+    kind = decode_model.NCCL_DEFAULT
+    if str(variables.get("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC")) == "1":
+        kind = decode_model.PCIE_IPC
+    elif {**plan.nccl, **variables}.get("NCCL_PROTO") == "LL":
+        kind = decode_model.NCCL_LL
+    elements = (_size(model, "kv_lora_rank") or 0) + (_size(model, "qk_rope_head_dim") or 0)
+    plan.expected = decode_model.expected(
+        model,
+        [card.get("name") for card in cards],
+        ranks=(
+            plan.tensor_parallel_size,
+            plan.pipeline_parallel_size,
+            plan.data_parallel_size,
+        ),
+        pcie=bool(plan.nccl),
+        latent=_latent_bytes(plan, elements),
+        kind=kind,
+        drafts=plan.speculative_tokens,
+    )
+
+
 def plan(
     hardware: Mapping[str, Any],
     model: Mapping[str, Any] | None,
@@ -627,6 +686,8 @@ def plan(
     faults = (model or {}).get("faults")
     result.notes += [str(fault) for fault in (faults if isinstance(faults, list) else [])]
     options = _settings(stack, overrides, "options")
+    variables = _settings(stack, overrides, "environment")
+    _attention(result, overrides, options)
     if device == "cpu":
         result.tensor_parallel_size = _whole(overrides.get("tensor_parallel_size")) or 1
         reason = tensor_parallel_fault(result.tensor_parallel_size, model)
@@ -637,7 +698,6 @@ def plan(
                 "set plan_tensor_parallel_size: 0, which plans it",
             )
         _check_cpu_overrides(result, hardware, overrides)
-        variables = _settings(stack, overrides, "environment")
         tokens = _cpu_tokens(result, hardware, model, options, variables)
         cards: list[Mapping[str, Any]] = []
     else:
@@ -657,6 +717,8 @@ def plan(
             result.notes.append(f"no flash-attn build fits: {result.build['arithmetic']}")
     _context(result, tokens, model, overrides)
     _links(result, hardware)
+    if device == "cuda":
+        _expect(result, cards[: len(result.gpus)], model, variables)
     _numa(result, cards, hardware, overrides, options)
     _limits(result, hardware, model, overrides)
     total = _whole(_value(hardware, "memory_total_bytes"))
