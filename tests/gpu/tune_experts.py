@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     if not Path("/proc/driver/nvidia/version").exists():
-        print("no NVIDIA GPU (no /proc/driver/nvidia/version): nothing was timed")
+        print("no NVIDIA GPU (no /proc/driver/nvidia/version): nothing was checked or timed")
         return 0
     folder = plugin_folder(arguments.plugin)
     ops = load_ops(folder)
