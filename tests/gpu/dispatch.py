@@ -13,6 +13,7 @@ exit status 1 when one did not end as it must.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -28,7 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PLUGIN, PLUGIN_CPU = "vllm-gguf-plugin-0.0.5", "vllm-gguf-plugin-0.0.5-cpu"
-Q4_K, Q5_K, IQ4_XS = 12, 13, 23
+Q8_0, Q4_K, Q5_K, Q6_K, IQ4_XS = 8, 12, 13, 14, 23
 CALLS: list[str] = []
 VECTOR_ROWS = {"limit": 65535}  # what the grid of the vector kernel holds
 MODULES: dict[str, Any] = {}  # of the plugin, imported by use() after the fork
@@ -135,6 +136,22 @@ def vector(
     return gpu(each_row(x, w, ids, top_k, quant_type))
 
 
+def in_two_launches(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *types: int,
+) -> torch.Tensor:
+    """expert_decode: the whole layer."""
+    CALLS.append("decode")
+    tokens, top_k = ids.shape
+    gate, up = each_row(x.float(), w1, ids, top_k, types[0]).chunk(2, -1)
+    rows = each_row(torch.nn.functional.silu(gate) * up, w2, ids, 1, types[1])
+    return gpu((rows.view(tokens, top_k, -1) * weights[..., None]).sum(1))
+
+
 def linear_kernel(name: str) -> Callable[..., torch.Tensor]:
     """A kernel of a linear layer."""
 
@@ -153,6 +170,11 @@ def use() -> None:
     from vllm_gguf_plugin.triton.fused_moe import utils
 
     MODULES.update(ops=ops, moe=fused_moe, linear=linear, utils=utils)
+    if importlib.util.find_spec("vllm_gguf_plugin.triton.fused_moe.expert_decode"):
+        from vllm_gguf_plugin.triton.fused_moe import expert_decode
+
+        MODULES["decode"] = expert_decode
+        fused_moe.expert_decode = in_two_launches
     vllm_fused_moe.moe_align_block_size = align
     ops._cuda_kernel_available = ops._cuda_gemm_kernel_available = lambda *_: True
     ops.ggml_moe_get_block_size = lambda _: 4
@@ -177,7 +199,7 @@ def blocks(quant_type: int, *shape: int) -> torch.Tensor:
     """Random quantized blocks with scales of 2**-6."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(quant_type)]
     w = torch.randint(0, 256, (*shape[:-1], shape[-1] // values, size), dtype=torch.uint8)
-    for at in (0, 2) if quant_type in (Q4_K, Q5_K) else (0,):
+    for at in {Q4_K: (0, 2), Q5_K: (0, 2), Q6_K: (208,)}.get(quant_type, (0,)):
         w[..., at : at + 2] = torch.tensor([2**-6], dtype=torch.float16).view(torch.uint8)
     return w.reshape(*shape[:-1], -1)
 
@@ -193,21 +215,23 @@ def layer(
     experts: int = 6,
     hidden: int = 256,
     inner: int = 256,
+    dtype: torch.dtype = torch.float32,
+    top_k: int = 2,
 ) -> list[str]:
     """Run the plugin's expert layer, compare its result, and return the kernels that it called."""
     x, ids, weights = (
-        torch.randn(tokens, hidden) / 16,
-        routing(tokens, experts),
-        torch.rand(tokens, 2),
+        (torch.randn(tokens, hidden) / 16).to(dtype),
+        routing(tokens, experts, top_k),
+        torch.rand(tokens, top_k),
     )
     w1 = blocks(types[0], experts, 2 * inner, hidden)
     w2 = blocks(types[1], experts, hidden, inner)
     CALLS.clear()
     got = MODULES["moe"]._fused_moe_gguf(gpu(x), w1, w2, weights, ids, *types, "silu")
-    gate, up = each_row(x, w1, ids, 2, types[0]).chunk(2, -1)
+    gate, up = each_row(x, w1, ids, top_k, types[0]).chunk(2, -1)
     rows = each_row(torch.nn.functional.silu(gate) * up, w2, ids, 1, types[1])
-    error = difference(got, (rows.view(tokens, 2, hidden) * weights[..., None]).sum(1))
-    assert error < 1e-5, f"error {error}"
+    error = difference(got, (rows.view(tokens, top_k, hidden) * weights[..., None]).sum(1))
+    assert error < (1e-5 if dtype == torch.float32 else 0.01), f"error {error}"
     return list(CALLS)
 
 
@@ -309,6 +333,46 @@ def short_batches_go_to_the_faster_kernel() -> None:
         assert layer(tokens, **sizes) == wanted, (tokens, sizes, CALLS)
 
 
+def switch(value: str | None) -> bool:
+    """Whether the plugin would compute few tokens in two launches with the variable set so."""
+    name = "VLLM_GGUF_EXPERT_DECODE"
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    spec = importlib.util.find_spec("vllm_gguf_plugin.triton.fused_moe.expert_decode")
+    assert spec is not None, "there are no such kernels"
+    assert spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    os.environ.pop(name, None)
+    if before is not None:
+        os.environ[name] = before
+    return bool(fresh.EXPERT_DECODE)
+
+
+def few_tokens_go_to_the_decode_kernels_if_asked() -> None:
+    """Types, sizes and activations that they take; without the variable as if they were not."""
+    assert [switch(value) for value in (None, "", "0", "1")] == [False, False, False, True]
+    bf16 = {"dtype": torch.bfloat16}
+    taken = [
+        (1, {**bf16, "types": (Q4_K, Q6_K)}),
+        (64, {**bf16, "types": (Q8_0, Q5_K)}),
+    ]
+    usual = [["vec", "vec"], ["tiled", "tiled"]]
+    for on, wanted in ((False, usual), (True, [["decode"], ["decode"]])):
+        MODULES["decode"].EXPERT_DECODE = on
+        for (tokens, how), calls in zip(taken, wanted, strict=True):
+            assert layer(tokens, **how) == calls, (on, tokens, CALLS)
+    for tokens, how in (
+        (65, bf16),  # too many tokens
+        (4, {}),  # float32
+        (4, {**bf16, "types": (Q4_K, IQ4_XS)}),
+        (64, {**bf16, "experts": 16, "top_k": 9}),  # too many pairs of a token and an expert
+    ):
+        assert "decode" not in layer(tokens, **how), (tokens, how)
+    MODULES["decode"].EXPERT_DECODE = False
+
+
 class Late(TorchDispatchMode):
     """Makes asynchronous copies when an event is waited for, as late as a GPU may."""
 
@@ -404,6 +468,7 @@ CHECKS = {  # by the patch that fails without
     "0013": [linear_layers_take_long_batches_there],
     "0014": [short_batches_go_to_the_faster_kernel],
     "0018": [large_copies_go_through_pinned_memory],
+    "0019": [few_tokens_go_to_the_decode_kernels_if_asked],
     "0020": [the_attention_backend_is_there_to_be_chosen],
 }
 

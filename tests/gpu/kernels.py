@@ -56,6 +56,7 @@ TOP_K = 8
 # The CUDA kernels round the activations to 8 bits: 0.5 % of the norm for Q6_K and Q8_0, 0.4 to
 # 1.8 % for Q4_K and Q5_K, whose minimums make large terms cancel. The tensor cores round to bf16.
 TOLERANCE = {"tiled": 0.025, "vec": 0.025, "graph": 0.025, "triton": 0.006, "large": 0.004}
+TOLERANCE["decode"] = 0.006  # two products, and what is between them, rounded to bf16
 
 
 def plugin_folder(given: str | None) -> str:
@@ -179,6 +180,64 @@ def moe(
         raise AssertionError(
             f"{len(bad)} of {len(flat.unique())} experts wrong ({min(bad)}..{max(bad)})"
         )
+    return f"error {worst:.4f}"
+
+
+def decode(
+    torch: Any, ops: Any, types: tuple[int, int], rank: str, tokens: int, kind: str = "random"
+) -> str:
+    """The expert kernels for few tokens: gate/up and down, each against float32."""
+    from vllm_gguf_plugin.triton.fused_moe import expert_decode as module
+
+    (experts, rows, cols), (_, hidden, inner) = SHAPES[f"{rank}-w13"], SHAPES[f"{rank}-w2"]
+    w1, w2 = (
+        weights(torch, types[0], experts, rows, cols),
+        weights(torch, types[1], experts, hidden, inner),
+    )
+    pairwise = tokens <= module.PAIRWISE_TOKENS
+    ids = route(torch, experts, tokens, "same" if kind == "same" else "random")
+    x = torch.randn(tokens, cols, device="cuda", dtype=torch.bfloat16)
+    factors = torch.rand(tokens, TOP_K, device="cuda")
+
+    def whole() -> Any:
+        return module.expert_decode(x, w1, w2, factors, ids, *types)
+
+    out = whole()
+    torch.cuda.synchronize()
+    if kind == "graph":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = whole()
+        x.copy_(torch.randn_like(x))
+        ids.copy_(route(torch, experts, tokens, "random"))
+        factors.copy_(torch.rand_like(factors))
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+    if kind == "absent":  # experts of other ranks, and none
+        ids[0, 0], ids[-1, -1], ids[tokens // 2] = -1, experts, experts + 7
+        out = whole()
+    if not torch.equal(out, whole()):
+        raise AssertionError("two calls with the same input differ")
+    act = module._gate_up(x, w1, ids, types[0], module.GATE_UP[not pairwise], pairwise)
+    flat, worst = ids.flatten(), 0.0
+    sums = torch.zeros(tokens, hidden, device="cuda")
+    for e in flat.unique().tolist():
+        if not 0 <= e < experts:
+            continue
+        mine = (flat == e).nonzero().flatten()
+        known = ops.ggml_dequantize(w1[e], types[0], rows, cols, torch.float32)
+        gate, up = (x[mine // TOP_K].float() @ known.T).chunk(2, -1)
+        known = torch.nn.functional.silu(gate) * up
+        error = float((act[mine].float() - known).norm() / known.norm())
+        worst = worst if error <= worst else error
+        known = ops.ggml_dequantize(w2[e], types[1], hidden, inner, torch.float32)
+        sums[mine // TOP_K] += factors.flatten()[mine, None] * (act[mine].float() @ known.T)
+    for token in range(tokens):
+        error = float((out[token].float() - sums[token]).norm() / sums[token].norm().clamp(1e-9))
+        worst = worst if error <= worst else error
+    if not worst < TOLERANCE["decode"]:
+        raise AssertionError(f"error {worst:.4f}")
     return f"error {worst:.4f}"
 
 
@@ -310,6 +369,23 @@ def cases(timed: bool) -> dict[str, tuple[Any, ...]]:
         c[f"{kernel} Q8_0 many-w2 512"] = (moe, kernel, 8, "many-w2", 512)
     c["vec IQ4_XS tp8-w2 8192"] = (moe, "vec", 23, "tp8-w2", 8192)
     c["vec IQ4_XS tp8-w13 8192"] = (moe, "vec", 23, "tp8-w13", 8192)
+    for first, second, rank, tokens, kind in (
+        *(("Q4_K", "Q5_K", "tp8", tokens, "random") for tokens in (1, 3, 4, 5, 16, 33, 64)),
+        *(("Q4_K", "Q6_K", "tp8", tokens, "random") for tokens in (1, 64)),
+        *(("Q5_K", "Q4_K", "tp8", tokens, "random") for tokens in (1, 64)),
+        *(("Q6_K", "Q8_0", "tp8", tokens, "random") for tokens in (1, 64)),
+        *(("Q8_0", "Q6_K", "tp8", tokens, "random") for tokens in (1, 64)),
+        *(
+            ("Q4_K", "Q5_K", rank, tokens, "random")
+            for rank in ("tp1", "tp2")
+            for tokens in (1, 64)
+        ),
+        ("Q8_0", "Q6_K", "tp1", 64, "random"),
+        *(("Q4_K", "Q5_K", "tp8", 64, kind) for kind in ("same", "graph", "absent")),
+        *(("Q4_K", "Q5_K", "tp8", 3, kind) for kind in ("same", "graph", "absent")),
+    ):
+        label = f"decode {first} {second} {rank} {tokens}" + f" {kind}" * (kind != "random")
+        c[label] = (decode, (TYPES[first], TYPES[second]), rank, tokens, kind)
     for name, rows, cols, vec, many in (
         ("Q6_K", 154880, 6144, 2, (64, 8192)),
         ("Q5_K", 16384, 2048, 2, (512, 8192)),

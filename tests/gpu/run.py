@@ -78,6 +78,7 @@ def main() -> int:
         return 2
     parts: list[tuple[str, list[str | Path]]] = [
         ("compile", [python, HERE / "compile.py"]),
+        ("interpret", [python, HERE / "interpret.py"]),
         ("dispatch", [python, HERE / "dispatch.py", "--patches", ROOT / "files/patches"]),
         ("kernels", [python, HERE / "kernels.py"]),
         ("attention", [python, HERE / "attention.py"]),

@@ -27,7 +27,9 @@ def load(name: str) -> ModuleType:
 serving = load("serving")
 sys.modules["serving"] = serving  # true_sizes imports it from its own folder
 true_sizes = load("true_sizes")
-sys.modules["kernels"] = load("kernels")  # as attention does
+sys.modules["kernels"] = load("kernels")
+compiler = load("compile")
+tune = load("tune_experts")
 
 
 def forced(
@@ -134,7 +136,45 @@ def test_beginnings_get_what_the_long_text_gave_them() -> None:
         assert true_sizes.judge_prefixes(served)[0] == passes
 
 
-@pytest.mark.parametrize("name", ["run", "serving", "kernels", "attention", "true_sizes"])
+SASS = """
+        .type           down_kernel,@function
+.text.down_kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_2:
+        /*0010*/                   IADD3 R4, R4, 0x8, RZ ;
+.L_x_1:
+        /*0020*/              @!P0 LDGSTS.E.BYPASS.128 [R7], desc[UR8][R2.64] ;
+        /*0030*/                   HMMA.16816.F32.BF16 R8, R8, R12, RZ ;
+        /*0040*/               @P1 BRA `(.L_x_1) ;
+        /*0050*/              @!P2 BRA `(.L_x_2) ;
+.L_x_3:
+        /*0060*/                   BRA `(.L_x_3);
+"""
+
+
+def test_the_loop_over_the_weights_is_the_innermost_with_products() -> None:
+    assert [line.split()[0] for line in compiler.loop(SASS)] == [
+        "LDGSTS.E.BYPASS.128",
+        "HMMA.16816.F32.BF16",
+        "BRA",
+    ]
+    assert compiler.loop(SASS.replace("HMMA", "FFMA")) == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "least"), [(256, 2), (512, 2), (1024, 4), (2048, 32), (6144, 32)]
+)
+def test_what_is_timed_as_patched_is_what_the_series_takes(columns: int, least: int) -> None:
+    """The thresholds of patch 0014."""
+    assert tune.usual_kernel(least - 1, columns) == "vec"
+    assert tune.usual_kernel(least, columns) == "tiled"
+    patch = next((GPU.parents[1] / "files/patches/vllm-gguf-plugin-0.0.5").glob("0014-*.patch"))
+    assert "return 2 if columns <= 512 else 4 if columns <= 1024 else 32" in patch.read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["run", "serving", "kernels", "attention", "true_sizes", "tune_experts"]
+)
 def test_without_a_gpu_it_is_said_that_nothing_was_checked(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute with the expert kernels for few tokens in Triton's interpreter, without a GPU.
+
+    python tests/gpu/interpret.py [FOLDER of vllm_gguf_plugin]
+
+Run it with the Python of a release's environment (torch, Triton, gguf, the patched plugin). Small
+layers against gguf's dequantisation in float32, activations in float32 too (the interpreter has no
+products of bfloat16), so that what remains is rounding. Weights end where a page that must not be
+read begins; memory that nobody wrote is NaN. One line a case, and exit status 1 when one is wrong.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import mmap
+import multiprocessing
+import os
+import sys
+import time
+import types
+from typing import Any
+
+from kernels import BLOCK, SCALES, TYPES, plugin_folder
+
+TOLERANCE = 2e-5  # relative to the norm
+EXPERTS = 6
+# gate/up and down type, tokens, hidden and inner size, how tokens choose, tiles (None: the chosen)
+CASES: list[tuple[str, str, int, int, int, str, str]] = [
+    ("Q4_K", "Q5_K", 1, 768, 256, "random", ""),
+    ("Q5_K", "Q4_K", 1, 768, 512, "random", ""),
+    ("Q6_K", "Q8_0", 1, 512, 512, "random", ""),
+    ("Q8_0", "Q6_K", 1, 1024, 256, "random", ""),
+    ("Q4_K", "Q6_K", 3, 512, 256, "no expert", ""),
+    ("Q4_K", "Q5_K", 16, 512, 256, "random", ""),
+    ("Q5_K", "Q4_K", 33, 512, 256, "no expert", ""),
+    ("Q6_K", "Q8_0", 9, 512, 256, "random", ""),
+    ("Q8_0", "Q6_K", 9, 512, 512, "no expert", ""),
+    ("Q4_K", "Q5_K", 64, 512, 256, "few experts", ""),
+    ("Q4_K", "Q5_K", 16, 512, 256, "none", ""),
+    ("Q4_K", "Q5_K", 3, 512, 256, "random", "wide"),
+    ("Q5_K", "Q6_K", 33, 512, 256, "random", "wide"),
+]
+
+
+def load(folder: str) -> Any:
+    """The module with the kernels, for the interpreter, without the package's own __init__."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    package = types.ModuleType("vllm_gguf_plugin")
+    package.__path__ = [folder]
+    sys.modules["vllm_gguf_plugin"] = package
+    from vllm_gguf_plugin.triton.fused_moe import expert_decode
+
+    return expert_decode
+
+
+def guarded(torch: Any, tensor: Any) -> Any:
+    """A copy whose last byte is followed by a page that nobody may read."""
+    size = tensor.numel()
+    end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, end + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address + end), mmap.PAGESIZE, 0) != 0:
+        raise OSError(ctypes.get_errno(), "mprotect")
+    copy = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=end - size)
+    return copy.view(tensor.shape).copy_(tensor)
+
+
+def weights(torch: Any, t: int, rows: int, columns: int) -> tuple[Any, Any]:
+    """Random blocks [experts, rows, bytes], each with scales of its own, and their values."""
+    import gguf
+
+    values, size = BLOCK[t]
+    w = torch.randint(0, 256, (EXPERTS, rows, columns // values, size), dtype=torch.uint8)
+    for at in SCALES[t]:
+        scale = torch.rand(w.shape[:-1]) * 2e-4 + 1e-4
+        w[..., at : at + 2] = scale.half()[..., None].view(torch.uint8)
+    w = w.reshape(EXPERTS, rows, -1)
+    known = gguf.quants.dequantize(w.numpy(), gguf.GGMLQuantizationType(t))
+    return guarded(torch, w), torch.from_numpy(known)
+
+
+def route(torch: Any, tokens: int, kind: str) -> Any:
+    """[tokens, 2] expert ids; of `no expert` some are none of this rank's."""
+    if kind == "none":
+        return torch.full((tokens, 2), -1, dtype=torch.int32)
+    ids = torch.rand(tokens, 2 if kind == "few experts" else EXPERTS).topk(2, 1).indices
+    if kind == "no expert":
+        ids[0, 0], ids[-1, 1], ids[tokens // 2] = -1, EXPERTS, EXPERTS + 5
+    return ids.to(torch.int32)
+
+
+def run(folder: str, case: tuple[str, str, int, int, int, str, str]) -> tuple[float, float]:
+    """(difference from the reference, seconds)."""
+    decode = load(folder)
+    import torch
+
+    begun = time.monotonic()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    first, second, tokens, hidden, inner, kind, tiles = case
+    w1, gate_up = weights(torch, TYPES[first], 2 * inner, hidden)
+    w2, down = weights(torch, TYPES[second], hidden, inner)
+    x, factors = torch.randn(tokens, hidden), torch.rand(tokens, 2)
+    ids = route(torch, tokens, kind)
+    wide = {}
+    if tiles == "wide":
+        wide = {"gate_up": decode.Tile(8, 16, 16, 2), "down": decode.Tile(4, 32, 16, 2, 3)}
+    got = decode.expert_decode(x, w1, w2, factors, ids, TYPES[first], TYPES[second], **wide)
+    wanted = torch.zeros(tokens, hidden)
+    for token in range(tokens):
+        for k, expert in enumerate(ids[token].tolist()):
+            if 0 <= expert < EXPERTS:
+                gate, up = (gate_up[expert] @ x[token]).chunk(2)
+                act = torch.nn.functional.silu(gate) * up
+                wanted[token] += factors[token, k] * (down[expert] @ act)
+    error = float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    return error, time.monotonic() - begun
+
+
+def main() -> int:
+    """Run the cases side by side; see the module's docstring."""
+    folder = plugin_folder(sys.argv[1] if len(sys.argv) > 1 else None)
+    failed = 0
+    fresh = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=fresh) as pool:
+        results = [(case, pool.submit(run, folder, case)) for case in CASES]
+        for case, result in results:
+            name = "{} {}, {} tokens, {} x {}, {} {}".format(*case).strip()
+            try:
+                error, seconds = result.result()
+                right = error < TOLERANCE  # not so of NaN
+                text = f"error {error:.1e} [{seconds:.0f} s]"
+            except Exception as fault:
+                right, text = False, repr(fault)[:200]
+            failed += not right
+            print(f"{'PASS' if right else 'FAIL'} {name:<52} {text}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
