@@ -84,7 +84,15 @@ def decode_programs(every: bool) -> dict[str, Program]:
 
     tiles = {"gate_up": decode.GATE_UP, "down": decode.DOWN}
     more = {"gate_up": decode.GATE_UP_CANDIDATES, "down": decode.DOWN_CANDIDATES}
-    found = {}
+    found = {
+        "sum": program(
+            decode.sum_kernel,
+            {"BLOCK": 512},
+            {"rows_ptr": "*fp32", "out_ptr": "*bf16", "ids_ptr": "*i32"},
+            ["num_experts", "hidden"],
+            num_warps=4,
+        )
+    }
     for matrix, columns in COLUMNS.items():
         for pairwise, tile in zip((True, False), tiles[matrix], strict=True):
             chosen = [tile, *(more[matrix][not pairwise] if every else ())]
