@@ -227,6 +227,10 @@ def _model_files(value: object) -> str | None:
 _NOT_SHOWN = ("gguf_model_files", "gguf_model_token_file")
 _SECONDS = _whole(1, 7 * 24 * 3600)
 _RULES: dict[str, Rule] = {
+    # the one judgement of it: the role that would build has nothing to do otherwise
+    "flash_attn_enabled": _text(
+        r"(?i:false|no|off|n|f|0)?", "false: this release of gpubox cannot build flash-attn yet"
+    ),
     "gguf_model_companions": _each(_file_name),
     "gguf_model_dir": _path,
     "gguf_model_file": _gguf_name,
