@@ -165,6 +165,8 @@ def test_options_of_the_server_that_cannot_be(options: dict[str, object], named:
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
+        ({"NCCL_P2P_LEVEL": "NODE"}, "one of: LOC, NVL, PIX, PXB, PHB, SYS"),
+        ({"NCCL_P2P_DISABLE": True}, "one of: 0, 1"),
         ({"A B": "x"}, "correct the name"),
         ({"VLLM_API_KEY": "hunter2"}, "no secret"),
         ({"HF_TOKEN": "hunter2"}, "no secret"),

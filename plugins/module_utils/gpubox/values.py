@@ -78,6 +78,13 @@ _OWNED_VARIABLES = {
 }
 
 
+# what NCCL reads; NODE is a word of nvidia-smi's topology and none of NCCL's (field report V1)
+_NCCL_VARIABLES = {
+    "NCCL_P2P_DISABLE": ("0", "1"),
+    "NCCL_P2P_LEVEL": ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS"),
+}
+
+
 def is_secret(name: str) -> bool:
     """A name that says that its value is a secret (``VLLM_API_KEY``, ``hf-token``)."""
     return not SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", name.lower()))
@@ -308,6 +315,9 @@ def _environment_faults(variables: Mapping[object, object]) -> Iterator[tuple[st
             yield what, "no name of gpubox's own", "leave it out"
         elif name in _OWNED_VARIABLES:
             yield what, "the server that was planned", _OWNED_VARIABLES[str(name)]
+        elif str(value) not in _NCCL_VARIABLES.get(str(name), (str(value),)):
+            wanted = f"one of: {', '.join(_NCCL_VARIABLES[str(name)])}"
+            yield f"{what} with {str(value)!r}", wanted, "correct the value"
         elif is_secret(str(name)):
             yield (
                 what,
