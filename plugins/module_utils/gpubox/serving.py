@@ -9,9 +9,8 @@ from collections.abc import Mapping
 
 from .errors import GpuboxError
 
-
-# vLLM 0.33, entrypoints/common/cli_args.py: lists that are one JSON text, and one flag for each item;
-# every other list has nargs="+" (engine/arg_utils.py, collection_to_kwargs)
+# vLLM 0.33, entrypoints/common/cli_args.py: lists that are one JSON text, and one flag for each
+# item; every other list has nargs="+" (engine/arg_utils.py, collection_to_kwargs)
 JSON_LISTS = frozenset(["allowed_headers", "allowed_methods", "allowed_origins"])
 REPEATED = frozenset(["middleware"])
 
