@@ -45,8 +45,9 @@ def _readable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _planned(hardware: Any, model: Any, stack: Any, overrides: Any) -> dict[str, Any]:
-    """The plan, with the digest of the stack that it is for."""
-    return {**plan(hardware, model, stack, overrides).to_dict(), "stack": stack["digest"]}
+    """The plan, with the digest of its stack and whether flash-attn goes with it."""
+    planned = plan(hardware, model, stack, overrides).to_dict()
+    return {**planned, "stack": stack["digest"], "flash_attn": bool(overrides.get("flash_attn"))}
 
 
 class FilterModule:

@@ -27,6 +27,11 @@ options:
     type: list
     elements: str
     default: []
+  packages:
+    description: System packages that will be installed; apt is asked what that would do.
+    type: list
+    elements: str
+    default: []
 attributes:
   check_mode: {support: full, description: Nothing is ever changed.}
   diff_mode: {support: none, description: Nothing is ever changed.}
@@ -80,6 +85,13 @@ hardware:
       C(acs_redirecting) lists the bridges that send requests between cards up to the root.
     - C(cuda_toolkits) lists toolkit (as in its folder's name), version and compiler (whether nvcc
       is there), C(container) is the kind of container, C(none) on a machine of its own.
+    - C(cuda_link) is kind (none, directory, link or alternative) and target of C(/usr/local/cuda),
+      and whether the system has an alternative of that name.
+    - C(apt_holds) lists packages on hold, C(apt_pins) packages (patterns), pin and priority of the
+      preferences, C(unattended_upgrades) is enabled and spared (what they leave out).
+    - C(packages_missing) are those of O(packages) that are not there, C(apt_simulation) lists
+      action (install, change or remove), package, old and new version of what apt would do for
+      them.
     - C(paths) maps each of O(paths) to mount, device, number, file_system, size_bytes, free_bytes,
       read_only, noexec, reflink and rotational (null where nothing says).
     - C(read_speeds) maps the sample that was read to bytes a second.
@@ -100,11 +112,17 @@ def main() -> None:
             "root": {"type": "path", "default": "/"},
             "paths": {"type": "list", "elements": "str", "default": []},
             "samples": {"type": "list", "elements": "str", "default": []},
+            "packages": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )
     given = module.params
-    box = Box(Path(given["root"]), paths=given["paths"], samples=given["samples"])
+    box = Box(
+        Path(given["root"]),
+        paths=given["paths"],
+        samples=given["samples"],
+        packages=given["packages"],
+    )
     module.exit_json(changed=False, hardware=box.facts())
 
 

@@ -138,9 +138,12 @@ from ansible.module_utils.gpubox.mirror import settled
 from ansible.module_utils.gpubox.model_facts import read_config
 from ansible.module_utils.gpubox.preflight_cards import (
     check_cards,
+    check_cuda_link,
     check_driver,
+    check_links,
     check_toolkits,
 )
+from ansible.module_utils.gpubox.preflight_packages import check_packages
 from ansible.module_utils.gpubox.preflight_places import (
     check_mounts,
     check_reach,
@@ -286,7 +289,10 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
         *preflight.check_device(given["stack"], given["stack_device"], given["device"]),
         *check_cards(given["hardware"], processes_of(root, state.get("ControlGroup", ""))),
         *check_driver(given["hardware"], given["driver"]),
+        *check_links(given["hardware"]),
+        *check_packages(given["hardware"]),
         *check_toolkits(given["hardware"], given["toolkits"], given["torch_cuda"]),
+        *check_cuda_link(given["hardware"], given["toolkits"]),
         *preflight.check_model(
             config,
             given["device"],

@@ -7,6 +7,7 @@ sections; each begins with a line of two dashes, and what comes before the first
 
     -- file proc/meminfo --                        the lines that follow, below DIRECTORY/root
     -- values --                                   a path and its one-line content on each line
+    -- links --                                    a path and where it points on each line
     -- command nvidia-smi topo -m --               what a command prints when its arguments begin so
     -- command dkms status exit 1 --               and its exit status
     -- gone proc/driver/nvidia --                  not there, though the base has it
@@ -25,7 +26,7 @@ from pathlib import Path
 
 BOXES = Path(__file__).resolve().parent
 _HEAD = re.compile(
-    r"-- (?P<kind>file|values|command|gone)(?: (?P<rest>.*?))?(?: exit (?P<code>[0-9]+))? --"
+    r"-- (?P<kind>file|values|links|command|gone)(?: (?P<rest>.*?))?(?: exit (?P<code>[0-9]+))? --"
 )
 # where the real tool lies that a stand-in hides from everybody but gpubox
 _REAL = ("/usr/bin", "/usr/sbin")
@@ -36,6 +37,7 @@ class Box:
     """Files by path, and for each command its answers by the beginning of its arguments."""
 
     files: dict[str, str] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
     commands: dict[str, dict[str, tuple[int, str]]] = field(default_factory=dict)
 
     def gone(self, what: str) -> None:
@@ -43,11 +45,13 @@ class Box:
         if what.startswith("command "):
             del self.commands[what.removeprefix("command ")]
             return
-        paths = [path for path in self.files if f"{path}/".startswith(f"{what}/")]
-        if not paths:
+        found = False
+        for texts in (self.files, self.links):
+            for path in [path for path in texts if f"{path}/".startswith(f"{what}/")]:
+                found = True
+                del texts[path]
+        if not found:
             raise ValueError(f"{what} is not there to be gone")
-        for path in paths:
-            del self.files[path]
 
 
 def names() -> list[str]:
@@ -72,6 +76,8 @@ def read(name: str) -> Box:
             for line in body:
                 path, _, value = line.strip().partition(" ")
                 box.files[path] = f"{value}\n" if value else ""
+        elif match["kind"] == "links":
+            box.links |= dict(line.split() for line in body)
         elif match["kind"] == "command":
             command, _, arguments = rest.partition(" ")
             answers = box.commands.setdefault(command, {})
@@ -110,6 +116,10 @@ def unpack(name: str, directory: Path, real_behind: bool = False) -> tuple[Path,
         target = root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
+    for path, to in box.links.items():
+        target = root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(to)
     for command, said in box.commands.items():
         folder = answers / command
         folder.mkdir()

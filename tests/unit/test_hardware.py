@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from gpubox import hardware, machine, probe, storage
+from gpubox.apt import parse_holds, parse_preferences, parse_simulation, parse_unattended
 from gpubox.hardware import (
     Box,
     library_versions,
@@ -655,6 +656,38 @@ def test_toolkits_without_a_version_file_have_the_name_of_their_folder(tmp_path:
     ]
 
 
+@pytest.mark.parametrize(
+    ("links", "kind", "target"),
+    [
+        ({}, "none", None),
+        ({"usr/local/cuda": "cuda-12.8"}, "link", "/usr/local/cuda-12.8"),
+        (
+            {
+                "usr/local/cuda": "/etc/alternatives/cuda",
+                "etc/alternatives/cuda": "/usr/local/cuda-12.8",
+            },
+            "alternative",
+            "/usr/local/cuda-12.8",
+        ),
+        ({"usr/local/cuda": "/usr/local/cuda-9.9"}, "link", None),
+        ({"usr/local/cuda": "cuda"}, "link", None),  # round and round
+        ({"usr/local/cuda": "../../../etc"}, "link", "/etc"),  # no way out of the root
+    ],
+)
+def test_where_the_link_of_cuda_leads(
+    tmp_path: Path, links: dict[str, str], kind: str, target: str | None
+) -> None:
+    for folder in ("usr/local/cuda-12.8", "etc/alternatives"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, to in links.items():
+        (tmp_path / name).symlink_to(to)
+    assert machine.cuda_link(tmp_path)["cuda_link"].value == {
+        "kind": kind,
+        "target": target,
+        "alternative": "etc/alternatives/cuda" in links,
+    }
+
+
 def findmnt(*rows: tuple[str, str]) -> str:
     return json.dumps(
         {"filesystems": [{"target": a, "fstype": b, "size": "7", "avail": 3} for a, b in rows]}
@@ -754,6 +787,10 @@ def test_the_measurement_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 PARSERS: list[Callable[[str], Any]] = [
+    parse_holds,
+    parse_preferences,
+    parse_simulation,
+    parse_unattended,
     strip_ansi,
     normalize_address,
     parse_lspci,
@@ -785,6 +822,7 @@ REAL += [
     text for answers in boxes.read("no-driver").commands.values() for _, text in answers.values()
 ]
 REAL += [full_smi(["16"]), topology(2), DKMS, MODINFO]
+REAL += [boxes.read("reference-2").files["etc/apt/preferences.d/nvidia-driver"]]
 REAL += [boxes.read("reference-2").commands["nvidia-smi"]["-q -x"][1]]
 REAL += [LOG.format(cards=log_card("16", ("12", "C", "x", "4 MiB")))]
 
@@ -818,6 +856,12 @@ def test_any_output_gives_facts(text: str) -> None:
 # --- whole boxes ----------------------------------------------------------------------------------
 
 NAMES = {
+    "apt_holds",
+    "apt_pins",
+    "apt_simulation",
+    "cuda_link",
+    "packages_missing",
+    "unattended_upgrades",
     "acs_redirecting",
     "architecture",
     "container",
@@ -881,6 +925,7 @@ def recorded(tmp_path: Path) -> Recorded:
     return Recorded(tmp_path)
 
 
+WANTED = ["python3-venv", "gcc", "g++", "libc6-dev", "libnuma1", "python3-dev"]
 PATHS = ["/opt/gpubox", "/shared/glm5-gguf", "/dev/shm"]  # noqa: S108
 
 
@@ -898,7 +943,9 @@ def test_reference_box(
     recorded = Recorded(tmp_path, name)
     monkeypatch.setattr(storage, "SAMPLE_SMALLEST", 1)
     recorded.file("shared/glm5-gguf/model.gguf", "GGUF" * 4096)
-    facts = recorded.facts(monkeypatch, paths=PATHS, samples=["/shared/glm5-gguf/model.gguf"])
+    facts = recorded.facts(
+        monkeypatch, paths=PATHS, samples=["/shared/glm5-gguf/model.gguf"], packages=WANTED
+    )
     full = [f"0000:{bus}:00.0" for bus in addresses]
     assert [device["address"] for device in facts["nvidia_devices"]["value"]] == full
     assert [card["address"] for card in facts["gpus"]["value"]] == full
@@ -937,6 +984,16 @@ def test_reference_box(
     assert [one["version"] for one in values["cuda_toolkits"]] == ["13.0.2", "13.1.0"]
     assert all(one["compiler"] for one in values["cuda_toolkits"])
     assert values["container"] == "none"
+    assert values["cuda_link"] == {
+        "kind": "alternative",
+        "target": "/usr/local/cuda-13.1",
+        "alternative": True,
+    }
+    assert values["apt_holds"] == []
+    assert values["apt_pins"][0]["pin"] == "version 590.48.01*"
+    assert values["unattended_upgrades"] == {"enabled": True, "spared": []}
+    assert values["packages_missing"] == ["python3-venv", "python3-dev"]
+    assert len(values["apt_simulation"]) == 4
     shared = values["paths"]["/shared/glm5-gguf"]
     assert shared == {
         "mount": "/shared",
@@ -1046,7 +1103,9 @@ def test_every_recorded_box_is_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """No stand-in was asked what the box does not answer."""
-    for fact, content in Recorded(tmp_path, name).facts(monkeypatch, paths=PATHS).items():
+    for fact, content in (
+        Recorded(tmp_path, name).facts(monkeypatch, paths=PATHS, packages=WANTED).items()
+    ):
         assert "no recorded answer" not in str(content["unknown"]), fact
 
 

@@ -57,6 +57,16 @@ def test_a_new_stack_is_a_new_environment() -> None:
     assert again["restart"]
 
 
+def test_flash_attn_goes_with_its_environment() -> None:
+    plain = planned(8, 432)
+    wanted = {**plain, "flash_attn": True}
+    assert redone(plain, wanted)["flash-attn"]
+    assert redone(None, wanted)["flash-attn"]
+    assert redone(wanted, {**wanted, "stack": "b"})["flash-attn"]
+    assert not redone(wanted, wanted)["flash-attn"]
+    assert not redone(wanted, {**plain, "stack": "b"})["flash-attn"]
+
+
 def test_faults_and_the_first_plan_are_told() -> None:
     lines = report(None, planned(2, 288))
     assert any(line.startswith("fault: measured: 186.3 GiB of weights") for line in lines)

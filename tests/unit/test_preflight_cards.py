@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 from gpubox.preflight import Finding
-from gpubox.preflight_cards import check_cards, check_driver, check_toolkits
+from gpubox.preflight_cards import (
+    check_cards,
+    check_cuda_link,
+    check_driver,
+    check_links,
+    check_toolkits,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -301,6 +307,55 @@ def test_toolkits() -> None:
     assert other.measured == "torch is built for CUDA 13.0, the toolkits are 12.8"
     (finding,) = check_toolkits(box(cuda_toolkits=None), ["13.0"], "13.0")
     assert finding.measured == "no nvcc of CUDA 13.0 below /usr/local; not told"
+
+
+@pytest.mark.parametrize(
+    ("link", "measured", "remedy"),
+    [
+        (("alternative", "/usr/local/cuda-13.0", True), None, ""),
+        (("link", "/usr/local/cuda-13.1", False), None, ""),
+        (("none", None, False), None, ""),
+        (("directory", "/usr/local/cuda", False), None, ""),
+        (
+            ("alternative", "/usr/local/cuda-12.8", True),
+            "/usr/local/cuda leads to /usr/local/cuda-12.8",
+            "update-alternatives --set cuda /usr/local/cuda-13.1",
+        ),
+        (
+            ("link", None, False),
+            "/usr/local/cuda leads to nothing",
+            "ln -sfn /usr/local/cuda-13.1 /usr/local/cuda",
+        ),
+        (
+            ("link", "/usr/local/cuda-13.1", True),
+            "/usr/local/cuda is a plain link to /usr/local/cuda-13.1",
+            (
+                "ln -sfn /etc/alternatives/cuda /usr/local/cuda, then update-alternatives --set "
+                "cuda /usr/local/cuda-13.1"
+            ),
+        ),
+    ],
+)
+def test_who_owns_the_link_of_cuda(
+    link: tuple[str, str | None, bool], measured: str | None, remedy: str
+) -> None:
+    value = dict(zip(("kind", "target", "alternative"), link, strict=True))
+    found = check_cuda_link(box(cuda_link=value), ["13.1", "13.0"])
+    assert said(found) == ([("warning", measured)] if measured else [])
+    assert [one.remedy for one in found] == ([remedy] if measured else [])
+    assert check_cuda_link(box(cuda_link=value), []) == []
+    assert check_cuda_link(box(), ["13.1"]) == []
+
+
+def test_bridges_that_keep_cards_apart() -> None:
+    bridges = ["0000:15:01.0", "0000:26:01.0"]
+    (finding,) = check_links(box(iommu="on", acs_redirecting=bridges))
+    assert finding.severity == "warning"
+    assert "2 bridges redirect requests (ACS), the first is 0000:15:01.0" in finding.measured
+    one = [device(ADDRESSES[0])]
+    assert check_links(box(iommu="on", acs_redirecting=bridges, nvidia_devices=one)) == []
+    for iommu, acs in (("passthrough", bridges), ("on", []), ("on", None), (None, bridges)):
+        assert check_links(box(iommu=iommu, acs_redirecting=acs)) == []
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def verdict(
     root, stand_ins = boxes.unpack(name, tmp_path / "box")
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(stand_ins))
-        hardware = Box(root, paths=PATHS).facts()
+        hardware = Box(
+            root, paths=PATHS, packages=[*STACK["system_packages"], "python3-venv"]
+        ).facts()
     planned = plan(hardware, None, STACK, {})
     arguments = {
         "hardware": hardware,
@@ -121,13 +123,23 @@ NO_MODEL = "gguf_model_source is not set, and there is no /shared/glm5-gguf/GLM-
             "no-driver",
             [
                 "nouveau is loaded and holds the cards",
+                (
+                    "the IOMMU translates the addresses of the cards, and 8 bridges redirect "
+                    "requests (ACS), the first is 0000:15:01.0"
+                ),
                 "no NVIDIA driver is loaded (no driver library is installed as a package)",
                 "no nvcc of CUDA 13.1, 13.0 below /usr/local; there is none",
             ],
         ),
         (
             "driver-mismatch",
-            ["kernel module 590.44.01 is loaded, libraries 590.48.01 are installed"],
+            [
+                "kernel module 590.44.01 is loaded, libraries 590.48.01 are installed",
+                (
+                    "libnvidia-compute, nvidia-dkms-open, nvidia-open may be upgraded; unattended "
+                    "upgrades are on"
+                ),
+            ],
         ),
         (
             "bmc-vga",

@@ -30,6 +30,41 @@ def test_values_become_what_vllm_reads() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("numa_bind_nodes", [0, 0, 1, 1], ["0", "0", "1", "1"]),
+        (
+            "lora_modules",
+            [{"path": "/a", "name": "b"}, "c=/d"],
+            ['{"name":"b","path":"/a"}', "c=/d"],
+        ),
+        ("numa_bind_nodes", [], None),
+        ("allowed-origins", ["https://a", "b"], ['["https://a","b"]']),
+        (
+            "compilation_config",
+            {"cudagraph_capture_sizes": [1, 2]},
+            ['{"cudagraph_capture_sizes":[1,2]}'],
+        ),
+    ],
+)
+def test_lists_are_words_but_where_vllm_reads_json(
+    name: str, value: object, words: list[str] | None
+) -> None:
+    flag = "--" + name.replace("_", "-")
+    assert serve_arguments("m", {name: value}) == ["m", *([flag, *words] if words else [])]
+
+
+def test_a_flag_that_is_repeated() -> None:
+    assert serve_arguments("m", {"middleware": ["a", "b"]}) == [
+        "m",
+        "--middleware",
+        "a",
+        "--middleware",
+        "b",
+    ]
+
+
 def test_none_takes_an_option_of_a_lower_layer_away() -> None:
     assert serve_arguments("m", {"dtype": "float32"}, {"dtype": None}) == ["m"]
 

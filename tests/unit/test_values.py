@@ -29,6 +29,8 @@ def test_the_defaults_and_the_example_are_good() -> None:
 
 
 BAD = [
+    ("flash_attn_enabled", True),
+    ("flash_attn_enabled", "yes"),
     ("serving_port", 0),
     ("serving_port", "70000"),
     ("serving_port", "abc"),
@@ -111,6 +113,8 @@ def test_a_value_that_cannot_work_is_refused_in_three_parts(name: str, value: ob
 
 
 GOOD = [
+    ("flash_attn_enabled", False),
+    ("flash_attn_enabled", "no"),
     ("serving_port", "8001"),
     ("serving_host", "192.0.2.1"),
     ("serving_model_name", "zai-org/GLM-5"),
@@ -161,6 +165,8 @@ def test_options_of_the_server_that_cannot_be(options: dict[str, object], named:
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
+        ({"NCCL_P2P_LEVEL": "NODE"}, "one of: LOC, NVL, PIX, PXB, PHB, SYS"),
+        ({"NCCL_P2P_DISABLE": True}, "one of: 0, 1"),
         ({"A B": "x"}, "correct the name"),
         ({"VLLM_API_KEY": "hunter2"}, "no secret"),
         ({"HF_TOKEN": "hunter2"}, "no secret"),

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
-from . import machine, storage
+from . import apt, machine, storage
 from .machine import parse_cpu_list
 from .probe import Fact, Output, Run, known, read_text, run_command, strip_ansi, tail, unknown
 
@@ -60,15 +60,18 @@ MIB = 1024**2
 # dpkg patterns of a driver in Ubuntu's archive, in Debian's and in NVIDIA's repository
 DRIVER_PATTERNS = (
     "cuda-drivers*",
-    "libnvidia-compute*",
-    "libnvidia-ml1",
+    "libnvidia-*",
     "linux-modules-nvidia-*",
+    "nvidia-compute-utils*",
     "nvidia-dkms*",
     "nvidia-driver*",
     "nvidia-fabricmanager*",
+    "nvidia-firmware*",
     "nvidia-headless*",
     "nvidia-kernel-*",
     "nvidia-open*",
+    "nvidia-utils*",
+    "xserver-xorg-video-nvidia*",
 )
 # the packages that hold the library whose version has to be that of the module
 _LIBRARY_PACKAGE = re.compile(r"libnvidia-compute(-\d+(-server)?)?|libnvidia-ml1")
@@ -544,6 +547,7 @@ class Box:
         run: runs a command.
         paths: paths whose file systems matter.
         samples: files to measure the disk's rate with; the first that is large enough is read.
+        packages: system packages that will be installed.
     """
 
     def __init__(
@@ -552,11 +556,13 @@ class Box:
         run: Run = run_command,
         paths: Sequence[str] = (),
         samples: Sequence[str] = (),
+        packages: Sequence[str] = (),
     ) -> None:
         self.root = root
         self.run = run
         self.paths = paths
         self.samples = samples
+        self.wanted = packages
 
     def pci(self) -> dict[str, Fact]:
         """Graphics cards and switches on the PCI bus."""
@@ -679,6 +685,10 @@ class Box:
         )
         return {"kernel_messages": said, "other_drivers": others}
 
+    def apt(self) -> dict[str, Fact]:
+        """What apt keeps at its version, and what it would do for the packages that are wanted."""
+        return {**apt.keeping(self.root, self.run), **apt.installing(self.run, self.wanted)}
+
     def packages(self) -> dict[str, Fact]:
         """The driver's packages and the version of its libraries."""
         source = "dpkg-query -W"
@@ -788,6 +798,7 @@ class Box:
         return {
             **machine.numa_nodes(self.root, parse_status_cpus(status or "")),
             **machine.cuda_toolkits(self.root),
+            **machine.cuda_link(self.root),
             **machine.container(self.root, self.run),
             **storage.paths(self.root, self.run, self.paths),
             **storage.read_speeds(self.root, self.samples),
@@ -886,6 +897,7 @@ class Box:
             self.smi,
             self.driver,
             self.packages,
+            self.apt,
             self.kernel,
             self.boot,
             self.os_release,

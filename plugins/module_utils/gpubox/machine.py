@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .probe import Fact, Run, known, read_text, strip_ansi, tail, unknown
@@ -175,6 +176,37 @@ def cuda_toolkits(root: Path) -> dict[str, Fact]:
                 }
             )
     return {"cuda_toolkits": known(found, str(directory))}
+
+
+def cuda_link(root: Path) -> dict[str, Fact]:
+    """Where ``/usr/local/cuda`` leads, and whether it is the alternative (field report C2).
+
+    ``kind`` is ``none``, ``directory``, ``link`` (a plain one) or ``alternative``; ``target`` is
+    the last path of the way, None where there is nothing; ``alternative`` says that the system has
+    one.
+    """
+    name, alternative = "/usr/local/cuda", "/etc/alternatives/cuda"
+    source = str(root) + name
+    here, kind, steps = name, "none", 0
+    try:
+        while steps < 16 and (root / here.lstrip("/")).is_symlink():
+            target = PurePosixPath(here).parent / (root / here.lstrip("/")).readlink()
+            here = os.path.normpath(target)  # of the box, not of the machine that reads it
+            kind = "alternative" if here == alternative or kind == "alternative" else "link"
+            steps += 1
+        end = root / here.lstrip("/")
+        if kind == "none" and end.is_dir():
+            kind = "directory"
+        value = {
+            "kind": kind,
+            "target": here if end.is_dir() else None,
+            "alternative": (root / alternative.lstrip("/")).is_symlink(),
+        }
+    except (OSError, ValueError) as error:
+        return {"cuda_link": unknown(f"{source}: {error}", source)}
+    if not (root / "usr/local").is_dir():
+        return {"cuda_link": unknown(f"{root}/usr/local is no directory", source)}
+    return {"cuda_link": known(value, source)}
 
 
 def container(root: Path, run: Run) -> dict[str, Fact]:

@@ -121,7 +121,10 @@ def redone(applied: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> dict[s
     stack = not applied or applied.get("stack") != plan.get("stack")
     runs = stack or any((applied or {}).get(name) != plan.get(name) for name in RUNS)
     runs = runs or _unit(applied or {}) != _unit(plan)
-    return {"environment": stack, "flash-attn": False, "unit": runs, "restart": runs}
+    # what is built for a torch lies in its environment
+    built = bool(plan.get("flash_attn"))
+    built = built and (stack or not (applied or {}).get("flash_attn"))
+    return {"environment": stack, "flash-attn": built, "unit": runs, "restart": runs}
 
 
 def report(applied: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> list[str]:

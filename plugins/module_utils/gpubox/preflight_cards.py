@@ -358,6 +358,54 @@ def check_toolkits(facts: Facts, wanted: Collection[str], torch_cuda: str | None
     return found
 
 
+def check_cuda_link(facts: Facts, wanted: Collection[str]) -> list[Finding]:
+    """``/usr/local/cuda`` belongs to whoever was installed last (field report C2).
+
+    gpubox uses absolute paths, but what is compiled while serving asks that link too.
+
+    Args:
+        facts: hardware facts.
+        wanted: the toolkits of the stack, that of the system first.
+    """
+    link = _value(facts, "cuda_link")
+    if not wanted or not link or link["kind"] in ("none", "directory"):
+        return []
+    good = [f"/usr/local/cuda-{version}" for version in wanted]
+    setting = f"update-alternatives --set cuda {good[0]}"
+    if link["kind"] == "link" and link["alternative"]:
+        measured = f"/usr/local/cuda is a plain link to {link['target'] or 'nothing'}"
+        wish = "the alternative cuda, which is there: update-alternatives no longer rules the link"
+        remedy = f"ln -sfn /etc/alternatives/cuda /usr/local/cuda, then {setting}"
+    elif link["target"] not in good:
+        measured = f"/usr/local/cuda leads to {link['target'] or 'nothing'}"
+        wish = f"one of: {', '.join(good)}"
+        remedy = setting if link["kind"] == "alternative" else f"ln -sfn {good[0]} /usr/local/cuda"
+    else:
+        return []
+    return [Finding("warning", "toolkit", measured, wish, remedy)]
+
+
+def check_links(facts: Facts) -> list[Finding]:
+    """Bridges and an IOMMU that keep cards from reaching each other: NCCL hangs (field report V1).
+
+    That they may reach each other by what ``nvidia-smi topo -p2p`` says is no proof.
+    """
+    devices, bridges = _value(facts, "nvidia_devices") or [], _value(facts, "acs_redirecting")
+    if len(devices) < 2 or _value(facts, "iommu") != "on" or not bridges:
+        return []
+    return [
+        Finding(
+            "warning",
+            "cards",
+            f"the IOMMU translates the addresses of the cards, and {len(bridges)} bridges redirect "
+            f"requests (ACS), the first is {bridges[0]}",
+            "cards that reach each other directly: NCCL hangs at its first all-reduce otherwise",
+            "boot with iommu=pt, or switch the IOMMU or ACS off in the BIOS; or set "
+            "NCCL_P2P_DISABLE: 1 in serving_environment, which is slower",
+        )
+    ]
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"[0-9]{1,9}", version))
 

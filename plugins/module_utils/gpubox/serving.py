@@ -9,20 +9,36 @@ from collections.abc import Mapping
 
 from .errors import GpuboxError
 
+# vLLM 0.33, entrypoints/common/cli_args.py: lists that are one JSON text, and one flag for each
+# item; every other list has nargs="+" (engine/arg_utils.py, collection_to_kwargs)
+JSON_LISTS = frozenset(["allowed_headers", "allowed_methods", "allowed_origins"])
+REPEATED = frozenset(["middleware"])
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
 
 def render_flag(name: str, value: object) -> list[str]:
     """One option of ``vllm serve``.
 
-    ``True`` is a bare flag, ``False`` and ``None`` leave the option out, mappings and lists become
-    JSON with sorted keys, anything else its text.
+    ``True`` is a bare flag, ``False``, ``None`` and an empty list leave the option out, mappings
+    become JSON with sorted keys, anything else its text. The items of a list are words after one
+    flag, but for the few lists that vLLM reads in another way.
     """
     flag = "--" + name.replace("_", "-")
     if value is True:
         return [flag]
     if value is False or value is None:
         return []
-    if isinstance(value, Mapping | list):
-        return [flag, json.dumps(value, sort_keys=True, separators=(",", ":"))]
+    key = name.replace("-", "_")
+    if isinstance(value, Mapping) or (isinstance(value, list) and key in JSON_LISTS):
+        return [flag, _json(value)]
+    if isinstance(value, list):
+        words = [_json(item) if isinstance(item, Mapping | list) else str(item) for item in value]
+        if key in REPEATED:
+            return [part for word in words for part in (flag, word)]
+        return [flag, *words] if words else []
     return [flag, str(value)]
 
 

@@ -78,6 +78,13 @@ _OWNED_VARIABLES = {
 }
 
 
+# what NCCL reads; NODE is a word of nvidia-smi's topology and none of NCCL's (field report V1)
+_NCCL_VARIABLES = {
+    "NCCL_P2P_DISABLE": ("0", "1"),
+    "NCCL_P2P_LEVEL": ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS"),
+}
+
+
 def is_secret(name: str) -> bool:
     """A name that says that its value is a secret (``VLLM_API_KEY``, ``hf-token``)."""
     return not SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", name.lower()))
@@ -227,6 +234,10 @@ def _model_files(value: object) -> str | None:
 _NOT_SHOWN = ("gguf_model_files", "gguf_model_token_file")
 _SECONDS = _whole(1, 7 * 24 * 3600)
 _RULES: dict[str, Rule] = {
+    # the one judgement of it: the role that would build has nothing to do otherwise
+    "flash_attn_enabled": _text(
+        r"(?i:false|no|off|n|f|0)?", "false: this release of gpubox cannot build flash-attn yet"
+    ),
     "gguf_model_companions": _each(_file_name),
     "gguf_model_dir": _path,
     "gguf_model_file": _gguf_name,
@@ -304,6 +315,9 @@ def _environment_faults(variables: Mapping[object, object]) -> Iterator[tuple[st
             yield what, "no name of gpubox's own", "leave it out"
         elif name in _OWNED_VARIABLES:
             yield what, "the server that was planned", _OWNED_VARIABLES[str(name)]
+        elif str(value) not in _NCCL_VARIABLES.get(str(name), (str(value),)):
+            wanted = f"one of: {', '.join(_NCCL_VARIABLES[str(name)])}"
+            yield f"{what} with {str(value)!r}", wanted, "correct the value"
         elif is_secret(str(name)):
             yield (
                 what,
