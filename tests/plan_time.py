@@ -32,6 +32,7 @@ from tests import boxes  # noqa: E402
 from tests.unit.modules import load  # noqa: E402
 
 PATHS = ("/opt/gpubox", "/var/cache/vllm-glm5", "/srv/models/glm5", "/dev/shm")  # noqa: S108
+PACKAGES = ("python3-venv", "gcc", "g++", "libc6-dev", "libnuma1", "python3-dev")
 
 
 def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -50,7 +51,7 @@ def main(names: list[str]) -> None:
             root, stand_ins = boxes.unpack(names[0], Path(folder), real_behind=True)
             os.environ["PATH"] = f"{stand_ins}:{os.environ['PATH']}"
         begin = time.perf_counter()
-        hardware = timed("facts", Box(root, paths=PATHS).facts)
+        hardware = timed("facts", Box(root, paths=PATHS, packages=PACKAGES).facts)
         device = "cuda" if hardware["nvidia_devices"]["value"] else "cpu"
         stack = load_stack("glm5-cu130" if device == "cuda" else "glm5-cpu", ROOT)
         planned = timed("plan", lambda: plan(hardware, None, stack, {}))
