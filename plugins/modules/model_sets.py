@@ -56,7 +56,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     given = module.params
-    merged = bool(given["merged"]) and Path(given["merged"]).is_file()
+    merged = Path(given["merged"]) if given["merged"] else None
     paths: list[Path] = []
     try:
         paths = mirror.surplus(Path(given["sets"]), Path(given["shard"]), given["keep"], merged)

@@ -101,7 +101,7 @@ def converge(module: AnsibleModule) -> dict[str, object]:
     if stamp.is_file():
         try:
             stamped = json.loads(stamp.read_text(encoding="utf-8")) == identity
-        except ValueError:
+        except (OSError, ValueError, RecursionError):
             stamped = False
     packages = site_packages(venv)
     present = installed(packages) if packages else {}

@@ -1251,3 +1251,10 @@ def test_module_through_ansible(tmp_path: Path) -> None:
         "0000:27:00.0",
     ]
     assert hardware_facts["kernel_running"]["value"] == "6.14.0-37-generic"
+
+
+def test_the_time_to_read_nvidia_smi_does_not_grow_with_the_square_of_its_depth() -> None:
+    deep = "<gpu>" * 30_000 + "</gpu>" * 30_000
+    start = time.monotonic()
+    assert parse_smi_xml(f"<nvidia_smi_log>{deep}</nvidia_smi_log>") == (None, [])
+    assert time.monotonic() - start < 2

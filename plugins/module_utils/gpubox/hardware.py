@@ -262,9 +262,10 @@ def parse_smi_xml(text: str) -> tuple[str | None, list[dict[str, Any]]] | None:
         return None
     version = _cell(log.findtext("cuda_version") or "")
     found = []
-    for card in log.iter("gpu"):
+    # only where they belong: to look below every nested card takes quadratic time
+    for card in log.findall("gpu"):
         address = normalize_address(card.get("id") or "")
-        for process in card.iter("process_info"):
+        for process in card.findall("processes/process_info"):
             pid = _whole(process.findtext("pid"))
             if address and pid is not None:
                 memory = process.findtext("used_memory") or ""

@@ -175,7 +175,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Notes on what was verified; empty when there are none that can be read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 
@@ -642,22 +642,41 @@ def settled(shards: Sequence[Path], merged: Path, origin: str, remote: bool) -> 
     )
 
 
-def surplus(sets: Path, shard: Path, keep: str, merged: bool) -> list[Path]:
+def surplus(sets: Path, shard: Path, keep: str, merged: Path | None) -> list[Path]:
     """What the policy ``keep`` removes, sorted; the folder ``sets`` holds nothing of others.
+
+    What the shards in use, the files beside them or their merger lead to through links stays.
 
     Args:
         sets: folder of the fetched sets, one folder each.
         shard: a shard of the set in use; one outside of ``sets`` is never removed.
         keep: ``all``; ``current``, the set in use alone; ``none``, nor its shards once merged.
-        merged: the set in use was merged, so that its shards are served no more.
+        merged: the merger of the set in use; once it is there its shards are served no more.
     """
     if keep == "all" or not sets.is_dir():
         return []
+    shards = shard_paths(shard)
+    made = merged is not None and merged.is_file()
+    served = set() if merged is None else _way(merged)
+    beside = list(shard.parent.iterdir()) if shard.parent.is_dir() else []
+    used = served.union(*map(_way, [*shards, *beside]))
+    kept = {one for path in used for one in (path, *path.parents)}
     found = []
     for path in sets.iterdir():
         match = re.fullmatch(r"([0-9a-f]{16})(\.verified\.json)?", path.name)
-        if match and match[1] != shard.parent.name:
+        if match and match[1] != shard.parent.name and not _way(sets / match[1]) & kept:
             found.append(path)
-    if keep == "none" and merged and shard.parent.parent == sets:
-        found += [path for path in shard_paths(shard) if path.is_file()]
+    if keep == "none" and made and shard.parent.parent == sets:
+        found += [path for path in shards if path.is_file() and not _way(path) & served]
     return sorted(found)
+
+
+def _way(path: Path) -> set[Path]:
+    """A path and all that it leads to, link by link, each without links in its folders."""
+    found: set[Path] = set()
+    while True:
+        path = Path(os.path.realpath(path.parent), path.name)
+        if path in found or not path.is_symlink():
+            return found | {path}
+        found.add(path)
+        path = path.parent / path.readlink()

@@ -475,7 +475,7 @@ def served_models(endpoint: Endpoint, question: Question, deadline: float) -> li
             connection.request("GET", f"{endpoint.prefix}/v1/models", headers=_headers(question))
             data = json.loads(connection.getresponse().read(1 << 20))
             return [str(entry["id"]) for entry in data["data"]]
-    except (NotYetError, ValueError, TypeError, KeyError):
+    except (NotYetError, ValueError, TypeError, KeyError, RecursionError):
         return []
 
 

@@ -300,6 +300,9 @@ def _option_faults(options: Mapping[object, object]) -> Iterator[tuple[str, str,
             yield what, "that where other checks see it", f"set {_OWNED[key]} instead"
         elif key in _NOT_PLANNED:
             yield what, "the server that was planned", _NOT_PLANNED[key]
+        elif begun := [one for one in sorted(_OWNED | _NOT_PLANNED) if one.startswith(key)]:
+            # argparse takes the beginning of an option for the option
+            yield what, "whole names of options", f"it is read as {begun[0]}: leave it out"
         elif is_secret(key):
             yield what, "no secret on a command line", _NO_PLACE
         elif not _printable(str(value)):
