@@ -447,6 +447,7 @@ def test_record_that_cannot_be_read(box: Box) -> None:
     for text in (
         "{",
         "[]",
+        "[" * 100_000,
         good.replace('"format": 1', '"format": 2'),
         good.replace(path, "../../etc/passwd"),
         good.replace('demo_plugin/sub"', '/etc"'),

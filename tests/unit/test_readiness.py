@@ -453,6 +453,7 @@ USAGE = 'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens"
         (answering(307, ""), "HTTP 307"),
         (streaming("data: <html>\n\n"), "<html>"),
         (streaming("data: []\n\n"), r"\[\]"),
+        (streaming(f"data: {'[' * 100_000}\n\n"), r"\[\["),
         (streaming('data: {"choices": [3]}\n\n'), "3"),
         (streaming('data: {"error": {"message": "EngineDead"}}\n\n'), "EngineDead"),
         (streaming(USAGE % 0, "data: [DONE]\n\n"), "0 completion tokens"),

@@ -428,7 +428,10 @@ class Record:
     @classmethod
     def from_json(cls, text: bytes) -> Record:
         """Raises ValueError, TypeError or KeyError when it is no record."""
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
         if data["format"] != 1:
             raise ValueError(f"format {data['format']}")
         files = {str(path): FileState(**state) for path, state in data["files"].items()}

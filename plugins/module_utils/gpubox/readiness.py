@@ -612,7 +612,7 @@ def _read_event(event: str) -> tuple[str, Mapping[str, Any] | None]:
         texts = [choice.get("text") or "" for choice in data.get("choices") or []]
         usage = data.get("usage")
         return "".join(texts), usage if isinstance(usage, Mapping) else None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise GpuboxError(
             f"an event that reads {event[:EXCERPT]!r}", "an event of a completion", remedy
         ) from error
