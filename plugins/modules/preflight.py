@@ -131,6 +131,7 @@ from ansible.module_utils.gpubox.gguf_merge import (
     Method,
     bytes_besides,
     bytes_held,
+    known_result,
     read_set,
     shard_paths,
 )
@@ -194,6 +195,17 @@ def space_needs(given: dict[str, Any], source: Path | None) -> list[tuple[str, s
         left = max(bytes_besides(method, size) - bytes_held(method, model, shards), 0)
         needs.append(("merged model", str(model), left))
     return needs
+
+
+def is_asked_for(source: Path | None, model: Path, origin: str) -> bool:
+    """The model that is there is what ``source`` names, not what was asked for before."""
+    if source is None:
+        return True
+    try:
+        shards = shard_paths(source)
+    except GpuboxError:
+        return False  # a name that is none is told with the headers
+    return model in shards or known_result(shards, model, origin=origin) is not None
 
 
 def read_headers(source: Path) -> tuple[list[Header], list[GpuboxError]]:
@@ -263,9 +275,10 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
     places = facts.get("paths") or {}
     ways = {interpreter: os.X_OK, model: os.R_OK}
     unseen = {str(path): where for path in ways if (where := hidden(path))}
+    made = is_asked_for(source, model, given["origin"]) if model_exists else None
     # headers only: of what is served, or of what it will be made of
     headers, faults = [], []
-    if model_exists:
+    if made:
         headers, faults = read_headers(model)
     elif source is not None and source_exists:
         headers, faults = read_headers(source)
@@ -329,9 +342,7 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
             first_denied(ways, account_of(given["user"])),
             unseen,
         ),
-        *preflight.check_source(
-            str(source or ""), source_exists or to_fetch > 0, str(model), model_exists
-        ),
+        *preflight.check_source(str(source or ""), source_exists or to_fetch > 0, str(model), made),
         *preflight.check_shards([*faults, *([config_fault] if config_fault else [])]),
         *preflight.check_tensors(
             architecture_of(headers),

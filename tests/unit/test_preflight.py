@@ -257,12 +257,15 @@ def test_the_demos_own_model_does_not_contradict_itself(tmp_path: Path) -> None:
 
 
 def test_something_to_serve() -> None:
-    assert preflight.check_source("/s", True, "/m", False) == []
+    assert preflight.check_source("/s", True, "/m", None) == []
     assert preflight.check_source("", False, "/m", True) == []
-    (unset,) = preflight.check_source("", False, "/m", False)
+    (unset,) = preflight.check_source("", False, "/m", None)
     assert "is not set" in unset.measured
-    (gone,) = preflight.check_source("/s", False, "/m", False)
-    assert "/s does not exist" in gone.measured
+    (gone,) = preflight.check_source("/s", False, "/m", None)
+    assert "/s does not exist, and there is no /m" in gone.measured
+    (another,) = preflight.check_source("/s", False, "/m", False)
+    assert "/m was not made of its set" in another.measured
+    assert "leave it empty" in another.remedy
 
 
 ACCOUNTS = """root:x:0:0:root:/root:/bin/bash

@@ -306,6 +306,36 @@ def test_a_merge_that_was_interrupted_is_not_refused_for_its_own_bytes(
     assert space("in_place", GIB + size - held - (1 << 20)) != []
 
 
+def test_another_set_than_the_one_that_is_served_is_judged_before_it_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = shard_set(tmp_path / "old", (3,)), shard_set(tmp_path / "new", (2, 4))
+    model = tmp_path / "out/M.gguf"
+    model.parent.mkdir()
+    merge(old.paths[0], model)
+
+    def said(source: Path | str) -> str:
+        answer = verdict(
+            "workstation-1",
+            tmp_path,
+            monkeypatch,
+            capsys,
+            model_source=str(source),
+            model=str(model),
+        )
+        return " ".join(one["measured"] for one in answer["findings"] if one["check"] == "model")
+
+    not_of_it = f"{model} was not made of its set"
+    for path in old.paths:
+        path.unlink()
+    for source in (old.paths[0], ""):  # what is served, though its shards are gone
+        assert not_of_it not in said(source)
+    new.paths[1].unlink()
+    assert f"{new.paths[1]}: missing" in said(new.paths[0])
+    new.paths[0].unlink()
+    assert not_of_it in said(new.paths[0])
+
+
 @pytest.mark.parametrize(
     "name", ["m" * 300 + ".gguf", "closed/m.gguf", "round/m.gguf", "x/" * 2500 + "m.gguf"]
 )

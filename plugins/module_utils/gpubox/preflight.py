@@ -403,18 +403,26 @@ def check_tensors(
     return [Finding("error", "model", *parts) for parts in found]
 
 
-def check_source(source: str, exists: bool, merged: str, merged_exists: bool) -> list[Finding]:
-    """There is something to serve."""
-    if exists or merged_exists:
+def check_source(source: str, exists: bool, merged: str, made: bool | None) -> list[Finding]:
+    """There is something to serve.
+
+    Args:
+        source: shard that was asked for; empty to serve ``merged`` as it is.
+        exists: it is there, or will be fetched.
+        made: ``merged`` is there and what was asked for; False where it is another, None where
+            there is none.
+    """
+    if exists or made:
         return []
     return [
         Finding(
             "error",
             "model",
-            f"gguf_model_source {source or 'is not set'}{' does not exist' if source else ''}, "
-            f"and there is no {merged}",
+            f"gguf_model_source {source or 'is not set'}{' does not exist' if source else ''}, and "
+            + (f"there is no {merged}" if made is None else f"{merged} was not made of its set"),
             "a shard of the set on the box, or the merged file",
-            "put the shards there and set gguf_model_source to any one of them",
+            "put the shards there and set gguf_model_source to any one of them"
+            + ("" if made is None else "; leave it empty to serve that file as it is"),
         )
     ]
 
