@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +34,8 @@ def variables() -> str:
         lines += ["| variable | type | default | meaning |", "|---|---|---|---|"]
         for name, option in options[role].items():
             default = json.dumps(option["default"])
-            lines.append(
-                f"| `{name}` | {option['type']} | `{default}` | {option['description'].strip()} |"
-            )
+            meaning = re.sub(r"\bC\(([^)]*)\)", r"`\1`", option["description"].strip())
+            lines.append(f"| `{name}` | {option['type']} | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

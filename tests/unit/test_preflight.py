@@ -337,6 +337,13 @@ def test_the_holder_of_the_port_is_named() -> None:
     assert "serving_port" in finding.remedy
 
 
+def test_an_unreadable_holder_of_the_port_is_not_called_pid_0() -> None:
+    (finding,) = preflight.check_port(8000, [(0, "a process that cannot be read")])
+    assert finding.measured == "port 8000 is held by a process that cannot be read"
+    assert "ps -fp" not in finding.remedy
+    assert "ss -ltnp sport = :8000" in finding.remedy
+
+
 def test_the_verdict_lists_errors_first_and_passes_with_warnings_only() -> None:
     warning = Finding("warning", "a", "m", "w", "r")
     error = Finding("error", "b", "m", "w", "r")

@@ -527,15 +527,17 @@ def check_port(port: int, holders: Iterable[tuple[int, str]]) -> list[Finding]:
     """Nobody but our own unit listens on the port.
 
     Args:
-        holders: process id and command of each foreign listener.
+        holders: process id and command of each foreign listener; 0 is a process that could not
+            be read.
     """
     return [
         Finding(
             "error",
             "port",
-            f"port {port} is held by PID {pid} ({command})",
+            f"port {port} is held by {f'PID {pid} ({command})' if pid else command}",
             f"port {port} free for the unit",
-            f"stop that process (ps -fp {pid}), or set serving_port",
+            f"stop that process ({f'ps -fp {pid}' if pid else f'ss -ltnp sport = :{port}'}), "
+            "or set serving_port",
         )
         for pid, command in sorted(holders)
     ]

@@ -368,7 +368,8 @@ def value_faults(values: Mapping[str, object], stacks: Collection[str]) -> list[
             shown = repr(str(values[name]))
             if name in _NOT_SHOWN or "password" in wanted or "a secret" in wanted:
                 shown = "a value that may hold a secret"
-            found.append((f"{name} is {shown}", wanted, f"set {name} in the inventory"))
+            remedy = f"set {name} to such a value, in the inventory or after -e"
+            found.append((f"{name} is {shown}", wanted, remedy))
     if "plan_stack" in values and values["plan_stack"] not in stacks:
         found.append(
             (
