@@ -349,6 +349,7 @@ def collect(module: AnsibleModule) -> list[preflight.Finding]:
             {one.name: one.quantization_type.name for header in headers for one in header.tensors},
             given["quantization_types"],
             config,
+            complete=not faults,
         ),
         *preflight.check_companions(
             missing if not to_fetch and (source_exists or model_exists) else [],

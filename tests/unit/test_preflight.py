@@ -174,6 +174,14 @@ def test_tensors_that_the_loader_cannot_take(
     assert said is None or said in found[0].measured
 
 
+def test_what_an_absent_shard_holds_is_not_missing_from_the_model() -> None:
+    tensors = tensors_of(0, indexer_proj_weight=None, attn_output_weight="MXFP4")
+    types = ["F32", "Q4_K", "Q5_K"]
+    (found,) = preflight.check_tensors("glm-dsa", tensors, types, complete=False)
+    assert "MXFP4" in found.measured
+    assert len(preflight.check_tensors("glm-dsa", tensors, types)) == 2
+
+
 def test_a_layer_may_share_the_indexer_of_another() -> None:
     tensors = tensors_of(0) | tensors_of(1, indexer_proj_weight=None)
     for indexers, faults in ((["full", "shared"], 0), (["full", "full"], 1), ("nonsense", 1)):
