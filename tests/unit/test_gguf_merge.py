@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -871,6 +872,67 @@ def test_a_full_disk_leaves_nothing_and_the_old_file_alone(good: ShardSet, dest:
     assert "File too large" in done.stderr
     assert "nothing was published" in done.stderr
     assert snapshot(dest.parent) == {dest.name: b"the old model"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "option"),
+    [("NOFILE", 4, "ulimit -n"), ("FSIZE", 2000, "ulimit -f"), ("AS", 0, "ulimit -v")],
+)
+def test_a_limit_of_the_process_is_named_as_what_to_raise(
+    good: ShardSet, dest: Path, limit: str, value: int, option: str
+) -> None:
+    code = (
+        "import resource, sys; from gpubox.gguf_merge import command;"
+        f"limit = resource.RLIMIT_{limit};"
+        f"resource.setrlimit(limit, ({value}, resource.getrlimit(limit)[1]));"
+        f"sys.exit(command.main([{str(good.paths[0])!r}, {str(dest)!r}, '--quiet']))"
+    )
+    done = run(code)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert option in done.stderr
+    assert not list(dest.parent.iterdir())
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_thread_that_cannot_be_started_is_told(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    monkeypatch.setattr(copy, "BLOCK", 100)
+    start, fill = threading.Thread.start, copy.Sources.fill
+    count, refused = 0, threading.Event()
+
+    def start_few(thread: threading.Thread) -> None:
+        nonlocal count
+        count += 1
+        if count > started:
+            refused.set()
+            raise RuntimeError("can't start new thread")  # as Python says it
+        start(thread)
+
+    def fill_later(*arguments: Any) -> None:
+        refused.wait(AT_ONCE)  # or the first thread does the work of all
+        fill(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_few)
+        patch.setattr(copy.Sources, "fill", fill_later)
+        message = refusal(good.paths[0], dest)
+    assert "can't start new thread" in message
+    assert "ulimit -u" in message
+    assert merge(good.paths[0], dest).action == "merged"
+
+
+def test_a_thread_that_cannot_be_started_for_the_digests_is_told(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(GpuboxError, match="ulimit -u"):
+        merge(good.paths[0], dest, options=Options(sha256={"x": "0" * 64}))
+    assert not list(dest.parent.iterdir())
 
 
 def test_a_second_merge_to_the_same_file_is_refused(good: ShardSet, dest: Path) -> None:

@@ -327,7 +327,7 @@ def stream(
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             done = 0
-            for count in pool.map(pass_on, range(start, end, size)):
+            for count in system.each(pool, pass_on, range(start, end, size)):
                 done += count
                 if progress is not None:
                     progress(done)

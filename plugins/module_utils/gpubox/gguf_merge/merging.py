@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import os
 import stat
@@ -44,6 +45,15 @@ from .progress import Progress, stage
 from .shards import alignment_of, combined, foreign_faults, read_set, shard_paths
 
 EPOCH = 1 << 30  # bytes between two entries of the journal
+
+_MEMORY = "Free memory, or raise the limits of memory and of threads (ulimit -v, ulimit -u)"
+REMEDIES = {
+    errno.ENOMEM: _MEMORY,
+    errno.EAGAIN: _MEMORY,
+    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or choose another file system",
+}
+"""What to do about an error that neither space nor permissions cure."""
 
 
 class Method(enum.StrEnum):
@@ -164,13 +174,16 @@ def merge(
     require_usable(*companions(dest))
     try:
         result = _Merge(paths, dest, check_mode, options or Options()).run()
-    except OSError as error:
+    except (OSError, MemoryError) as caught:
+        error = caught if isinstance(caught, OSError) else OSError(errno.ENOMEM, "out of memory")
+        remedy = REMEDIES.get(
+            error.errno or 0, "Free space, or repair permissions or the file system"
+        )
         raise GpuboxError(
             f"{error.filename or dest}: {error.strerror or error}",
             f"the merger of {len(paths)} files in {dest}",
-            "Free space, or repair permissions or the file system, and run again; "
-            "nothing was published.",
-        ) from error
+            f"{remedy}, and run again; nothing was published.",
+        ) from caught
     return replace(result, seconds=time.monotonic() - started)
 
 
