@@ -935,6 +935,47 @@ def test_a_thread_that_cannot_be_started_for_the_digests_is_told(
     assert not list(dest.parent.iterdir())
 
 
+def test_a_folder_where_the_manifest_goes_is_refused_first(good: ShardSet, dest: Path) -> None:
+    for path in (manifest_path(dest), journal_path(dest), partial_path(dest)):
+        path.mkdir()
+        assert f"{path}: a directory" in refusal(good.paths[0], dest)
+        path.rmdir()
+
+
+@pytest.mark.parametrize("step", ["folder", "manifest"])
+def test_what_fails_after_the_publication_does_not_deny_it(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    real = {"folder": system.sync_folder, "manifest": system.rename}[step]
+
+    def fail(*paths: Path) -> None:
+        if dest.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(paths[0]))
+        real(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(system, real.__name__, fail)
+        with pytest.raises(GpuboxError) as caught:
+            merge(good.paths[0], dest)
+    assert "nothing was published" not in str(caught.value)
+    assert f"{dest} is in its place" in caught.value.remedy
+    assert dest.read_bytes() == good.merged
+    assert merge(good.paths[0], dest).action == "adopted"
+    assert {path.name for path in dest.parent.iterdir()} == {dest.name, manifest_path(dest).name}
+
+
+def test_an_error_names_a_file_not_a_descriptor(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int, *_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), descriptor)  # as os.setxattr does
+
+    monkeypatch.setattr(system, "mark", fail)
+    with pytest.raises(GpuboxError) as caught:
+        merge(good.paths[0], dest, options=Options(merging.Method.IN_PLACE))
+    assert caught.value.measured == f"{dest}: Input/output error"
+
+
 def test_a_second_merge_to_the_same_file_is_refused(good: ShardSet, dest: Path) -> None:
     with files.partial_file(dest) as descriptor:
         os.write(descriptor, b"work of the first")

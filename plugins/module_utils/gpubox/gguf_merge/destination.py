@@ -68,6 +68,14 @@ def destination_faults(
                     )
                 )
     for path in companions(dest):
+        if path.is_dir() and not path.is_symlink():
+            faults.append(
+                GpuboxError(
+                    f"{path}: a directory",
+                    f"a name that is free for a file: a merge to {dest} writes it",
+                    "Move it away, or choose another destination.",
+                )
+            )
         for header in headers:
             if path.exists() and path.samefile(header.path):
                 faults.append(

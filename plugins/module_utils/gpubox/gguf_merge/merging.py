@@ -172,17 +172,20 @@ def merge(
     require_usable(*paths[:1], dest)
     dest = Path(os.path.realpath(dest))
     require_usable(*companions(dest))
+    work = _Merge(paths, dest, check_mode, options or Options())
     try:
-        result = _Merge(paths, dest, check_mode, options or Options()).run()
+        result = work.run()
     except (OSError, MemoryError) as caught:
         error = caught if isinstance(caught, OSError) else OSError(errno.ENOMEM, "out of memory")
         remedy = REMEDIES.get(
             error.errno or 0, "Free space, or repair permissions or the file system"
         )
+        named = isinstance(error.filename, str | bytes | os.PathLike)  # or a descriptor
+        state = f"{dest} is in its place" if work.published else "nothing was published"
         raise GpuboxError(
-            f"{error.filename or dest}: {error.strerror or error}",
+            f"{os.fsdecode(error.filename) if named else dest}: {error.strerror or error}",
             f"the merger of {len(paths)} files in {dest}",
-            f"{remedy}, and run again; nothing was published.",
+            f"{remedy}, and run again; {state}.",
         ) from caught
     return replace(result, seconds=time.monotonic() - started)
 
@@ -198,6 +201,7 @@ class _Merge:
         self._check_mode = check_mode
         self._options = options
         self._in_place = options.method is Method.IN_PLACE
+        self.published = False  # the result has its name
         self._checked: Mapping[str, str] = {}  # sha256 that the shards were held to
 
     def run(self) -> Result:
@@ -397,6 +401,8 @@ class _Merge:
             else:
                 resumed, ledger = self._copy(plan, descriptor, target, sources)
             publish(plan, descriptor, self._dest)
+            self.published = True
+            system.sync_folder(self._dest.parent)
         self._remember(plan, ledger)
         self._clear(read_journal(self._dest))
         result = self._result(action, plan.size, len(plan.tensors))
@@ -631,6 +637,7 @@ def consume(sources: Sources, start: int, end: int, token: str) -> None:
 def publish(plan: Plan, descriptor: int, dest: Path) -> None:
     """Give the finished file its name, once it is on the disk and its header is what was planned.
 
+    The name is to be brought to the disk then.
     A file that it replaces hands on its mode and, as far as we may, its owner.
     """
     partial = partial_path(dest)
@@ -647,4 +654,3 @@ def publish(plan: Plan, descriptor: int, dest: Path) -> None:
         os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
     system.sync(descriptor)
     system.rename(partial, dest)
-    system.sync_folder(dest.parent)
