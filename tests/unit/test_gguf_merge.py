@@ -1189,3 +1189,18 @@ def test_the_command_line(good: ShardSet, dest: Path, capfd: pytest.CaptureFixtu
         assert not told.out
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+def test_an_empty_list_of_digests_is_not_taken_for_none(
+    good: ShardSet, dest: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sums = tmp_path / "sums"
+    sums.write_bytes(b"")
+    arguments = [str(good.paths[0]), str(dest), "--sha256sums", str(sums)]
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert command.main(arguments) == 1
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert f"measured: {sums}: empty" in capfd.readouterr().err
+    assert not dest.exists()
