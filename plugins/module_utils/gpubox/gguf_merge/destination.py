@@ -104,6 +104,15 @@ def destination_faults(
 def in_place_faults(dest: Path, headers: Sequence[Header], check_mode: bool) -> list[GpuboxError]:
     """Why the shards may not be consumed by a merge to ``dest``."""
     faults = []
+    for folder in dict.fromkeys(header.path.parent for header in headers):
+        if not check_mode and not os.access(folder, os.W_OK | os.X_OK):
+            faults.append(
+                GpuboxError(
+                    f"{folder}: not writable for user id {os.geteuid()}",
+                    "a folder from which the shards can be removed when they are merged",
+                    "Run as its owner, or merge with the method copy.",
+                )
+            )
     for header in headers:
         status = header.path.stat(follow_symlinks=False)
         if header.path.is_symlink() or status.st_nlink > 1:
