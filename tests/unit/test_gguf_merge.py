@@ -971,9 +971,10 @@ def test_an_error_names_a_file_not_a_descriptor(
         raise OSError(errno.EIO, os.strerror(errno.EIO), descriptor)  # as os.setxattr does
 
     monkeypatch.setattr(system, "mark", fail)
+    monkeypatch.setattr(merging, "require_in_place", lambda *_: None)
     with pytest.raises(GpuboxError) as caught:
         merge(good.paths[0], dest, options=Options(merging.Method.IN_PLACE))
-    assert caught.value.measured == f"{dest}: Input/output error"
+    assert caught.value.measured == f"{good.paths[0]}: Input/output error"
 
 
 def test_a_second_merge_to_the_same_file_is_refused(good: ShardSet, dest: Path) -> None:
@@ -1204,3 +1205,20 @@ def test_an_empty_list_of_digests_is_not_taken_for_none(
         signal.signal(signal.SIGTERM, handler)
     assert f"measured: {sums}: empty" in capfd.readouterr().err
     assert not dest.exists()
+
+
+def test_a_shard_that_cannot_be_read_is_the_one_that_is_named(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad disk under a shard: the kernel's error does not tell which file it was."""
+    real = os.preadv
+
+    def fail(descriptor: int, *arguments: Any) -> int:
+        if os.path.samestat(os.fstat(descriptor), good.paths[1].stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    message = refusal(good.paths[0], dest)
+    assert f"measured: {good.paths[1]}: Input/output error" in message
+    assert "kernel's log" in message

@@ -50,6 +50,7 @@ _MEMORY = "Free memory, or raise the limits of memory and of threads (ulimit -v,
 REMEDIES = {
     errno.ENOMEM: _MEMORY,
     errno.EAGAIN: _MEMORY,
+    errno.EIO: "Look for faults of its disk in the kernel's log, fetch a damaged shard again",
     errno.EMFILE: "Raise the limit of open files (ulimit -n)",
     errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or choose another file system",
 }
@@ -613,7 +614,8 @@ def locked(plan: Plan) -> Iterator[None]:
 def mark(plan: Plan, sources: Sources, token: str) -> None:
     """Say on every shard that it is the one that this merge began with."""
     for index in range(len(plan.sources)):
-        with sources.opened(index, os.O_RDWR) as descriptor:
+        path = sources.path(index)
+        with sources.opened(index, os.O_RDWR) as descriptor, system.blaming(path):
             system.mark(descriptor, token, 0)
             system.sync(descriptor)
 
@@ -624,7 +626,8 @@ def consume(sources: Sources, start: int, end: int, token: str) -> None:
     Each range is punched from its beginning, so that pages at the bounds of epochs go too.
     """
     for index, parts in groupby(sources.ranges(start, end), lambda part: part.source):
-        with sources.opened(index, os.O_RDWR) as descriptor:
+        path = sources.path(index)
+        with sources.opened(index, os.O_RDWR) as descriptor, system.blaming(path):
             first, *others = parts
             if not system.marked(descriptor)[1]:
                 system.mark(descriptor, token, first.length)

@@ -155,6 +155,17 @@ def each(
         raise OSError(errno.EAGAIN, str(error)) from error
 
 
+@contextlib.contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """Let errors of the calls on an open file, which name none or its descriptor, name ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or isinstance(error.filename, int):
+            error.filename = str(path)
+        raise
+
+
 def memory(size: int) -> memoryview:
     """Zeroed memory that begins with a page.
 
