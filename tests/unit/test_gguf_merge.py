@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -873,6 +874,109 @@ def test_a_full_disk_leaves_nothing_and_the_old_file_alone(good: ShardSet, dest:
     assert snapshot(dest.parent) == {dest.name: b"the old model"}
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "option"),
+    [("NOFILE", 4, "ulimit -n"), ("FSIZE", 2000, "ulimit -f"), ("AS", 0, "ulimit -v")],
+)
+def test_a_limit_of_the_process_is_named_as_what_to_raise(
+    good: ShardSet, dest: Path, limit: str, value: int, option: str
+) -> None:
+    code = (
+        "import resource, sys; from gpubox.gguf_merge import command;"
+        f"limit = resource.RLIMIT_{limit};"
+        f"resource.setrlimit(limit, ({value}, resource.getrlimit(limit)[1]));"
+        f"sys.exit(command.main([{str(good.paths[0])!r}, {str(dest)!r}, '--quiet']))"
+    )
+    done = run(code)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert option in done.stderr
+    assert not list(dest.parent.iterdir())
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_thread_that_cannot_be_started_is_told(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    monkeypatch.setattr(copy, "BLOCK", 100)
+    start, fill = threading.Thread.start, copy.Sources.fill
+    count, refused = 0, threading.Event()
+
+    def start_few(thread: threading.Thread) -> None:
+        nonlocal count
+        count += 1
+        if count > started:
+            refused.set()
+            raise RuntimeError("can't start new thread")  # as Python says it
+        start(thread)
+
+    def fill_later(*arguments: Any) -> None:
+        refused.wait(AT_ONCE)  # or the first thread does the work of all
+        fill(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_few)
+        patch.setattr(copy.Sources, "fill", fill_later)
+        message = refusal(good.paths[0], dest)
+    assert "can't start new thread" in message
+    assert "ulimit -u" in message
+    assert merge(good.paths[0], dest).action == "merged"
+
+
+def test_a_thread_that_cannot_be_started_for_the_digests_is_told(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(GpuboxError, match="ulimit -u"):
+        merge(good.paths[0], dest, options=Options(sha256={"x": "0" * 64}))
+    assert not list(dest.parent.iterdir())
+
+
+def test_a_folder_where_the_manifest_goes_is_refused_first(good: ShardSet, dest: Path) -> None:
+    for path in (manifest_path(dest), journal_path(dest), partial_path(dest)):
+        path.mkdir()
+        assert f"{path}: a directory" in refusal(good.paths[0], dest)
+        path.rmdir()
+
+
+@pytest.mark.parametrize("step", ["folder", "manifest"])
+def test_what_fails_after_the_publication_does_not_deny_it(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    real = {"folder": system.sync_folder, "manifest": system.rename}[step]
+
+    def fail(*paths: Path) -> None:
+        if dest.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(paths[0]))
+        real(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(system, real.__name__, fail)
+        with pytest.raises(GpuboxError) as caught:
+            merge(good.paths[0], dest)
+    assert "nothing was published" not in str(caught.value)
+    assert f"{dest} is in its place" in caught.value.remedy
+    assert dest.read_bytes() == good.merged
+    assert merge(good.paths[0], dest).action == "adopted"
+    assert {path.name for path in dest.parent.iterdir()} == {dest.name, manifest_path(dest).name}
+
+
+def test_an_error_names_a_file_not_a_descriptor(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int, *_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), descriptor)  # as os.setxattr does
+
+    monkeypatch.setattr(system, "mark", fail)
+    monkeypatch.setattr(merging, "require_in_place", lambda *_: None)
+    with pytest.raises(GpuboxError) as caught:
+        merge(good.paths[0], dest, options=Options(merging.Method.IN_PLACE))
+    assert caught.value.measured == f"{good.paths[0]}: Input/output error"
+
+
 def test_a_second_merge_to_the_same_file_is_refused(good: ShardSet, dest: Path) -> None:
     with files.partial_file(dest) as descriptor:
         os.write(descriptor, b"work of the first")
@@ -1086,3 +1190,35 @@ def test_the_command_line(good: ShardSet, dest: Path, capfd: pytest.CaptureFixtu
         assert not told.out
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+def test_an_empty_list_of_digests_is_not_taken_for_none(
+    good: ShardSet, dest: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sums = tmp_path / "sums"
+    sums.write_bytes(b"")
+    arguments = [str(good.paths[0]), str(dest), "--sha256sums", str(sums)]
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert command.main(arguments) == 1
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert f"measured: {sums}: empty" in capfd.readouterr().err
+    assert not dest.exists()
+
+
+def test_a_shard_that_cannot_be_read_is_the_one_that_is_named(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad disk under a shard: the kernel's error does not tell which file it was."""
+    real = os.preadv
+
+    def fail(descriptor: int, *arguments: Any) -> int:
+        if os.path.samestat(os.fstat(descriptor), good.paths[1].stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    message = refusal(good.paths[0], dest)
+    assert f"measured: {good.paths[1]}: Input/output error" in message
+    assert "kernel's log" in message

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from gpubox.errors import GpuboxError
 from gpubox.gguf import read_header
-from gpubox.gguf_merge import Method, Options, bytes_held, copy, digest, merge, system
+from gpubox.gguf_merge import Method, Options, bytes_held, copy, destination, digest, merge, system
 from gpubox.gguf_merge.destination import Space, pieces
 from gpubox.gguf_merge.files import journal_path, manifest_path, partial_path
 from gpubox.gguf_merge.plan import make_shared_plan
@@ -717,3 +717,17 @@ def test_a_copy_whose_digest_cannot_be_computed_begins_again(
     result = merge(good.paths[0], dest)
     assert (result.action, result.resumed) == ("merged", 0)
     assert dest.read_bytes() == good.merged
+
+
+def test_shards_that_could_not_be_removed_are_not_consumed(
+    good: ShardSet, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [path.read_bytes() for path in good.paths]
+    # root may write everywhere
+    monkeypatch.setattr(destination.os, "access", lambda path, _: Path(path) != good.folder)
+    with pytest.raises(GpuboxError, match="not writable") as caught:
+        merge(good.paths[0], dest, options=IN_PLACE)
+    assert f"{good.folder}: " in str(caught.value)
+    assert [path.read_bytes() for path in good.paths] == before
+    assert not list(dest.parent.iterdir())
+    assert merge(good.paths[0], dest).action == "merged"  # a copy leaves them where they are

@@ -51,6 +51,8 @@ def read_sums(path: Path | None) -> dict[str, str]:
             if len(digest) != 64 or not set(digest.lower()) <= set("0123456789abcdef"):
                 raise ValueError(f"a line {line[:80]!r}")
             sums[Path(name.lstrip(" *")).name] = digest
+        if not sums:
+            raise ValueError("empty")
     except (OSError, ValueError) as error:
         raise GpuboxError(
             f"{path}: {error}", "lines as sha256sum prints them", "Name such a list."

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
+from pathlib import Path
 from typing import Protocol
 
 from ..errors import GpuboxError
@@ -129,6 +130,10 @@ class Sources:
         self._identities = [header.identity for header in plan.sources]
         self._used: set[int] = set()
 
+    def path(self, index: int) -> Path:
+        """Of shard ``index``."""
+        return self._plan.sources[index].path
+
     @contextlib.contextmanager
     def opened(self, index: int, mode: int = os.O_RDONLY) -> Iterator[int]:
         """File descriptor of shard ``index``."""
@@ -142,7 +147,12 @@ class Sources:
 
     @contextlib.contextmanager
     def _file(self, index: int, scratch: memoryview) -> Iterator[_File]:
-        with self.opened(index) as descriptor, _File(descriptor, scratch) as file:
+        path = self.path(index)
+        with (
+            self.opened(index) as descriptor,
+            _File(descriptor, scratch) as file,
+            system.blaming(path),
+        ):
             yield file
 
     def fill(self, view: memoryview, position: int, scratch: memoryview) -> None:
@@ -327,7 +337,7 @@ def stream(
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             done = 0
-            for count in pool.map(pass_on, range(start, end, size)):
+            for count in system.each(pool, pass_on, range(start, end, size)):
                 done += count
                 if progress is not None:
                     progress(done)

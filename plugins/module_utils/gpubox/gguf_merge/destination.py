@@ -68,6 +68,14 @@ def destination_faults(
                     )
                 )
     for path in companions(dest):
+        if path.is_dir() and not path.is_symlink():
+            faults.append(
+                GpuboxError(
+                    f"{path}: a directory",
+                    f"a name that is free for a file: a merge to {dest} writes it",
+                    "Move it away, or choose another destination.",
+                )
+            )
         for header in headers:
             if path.exists() and path.samefile(header.path):
                 faults.append(
@@ -96,6 +104,15 @@ def destination_faults(
 def in_place_faults(dest: Path, headers: Sequence[Header], check_mode: bool) -> list[GpuboxError]:
     """Why the shards may not be consumed by a merge to ``dest``."""
     faults = []
+    for folder in dict.fromkeys(header.path.parent for header in headers):
+        if not check_mode and not os.access(folder, os.W_OK | os.X_OK):
+            faults.append(
+                GpuboxError(
+                    f"{folder}: not writable for user id {os.geteuid()}",
+                    "a folder from which the shards can be removed when they are merged",
+                    "Run as its owner, or merge with the method copy.",
+                )
+            )
     for header in headers:
         status = header.path.stat(follow_symlinks=False)
         if header.path.is_symlink() or status.st_nlink > 1:

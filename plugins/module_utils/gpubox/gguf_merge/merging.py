@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import os
 import stat
@@ -44,6 +45,16 @@ from .progress import Progress, stage
 from .shards import alignment_of, combined, foreign_faults, read_set, shard_paths
 
 EPOCH = 1 << 30  # bytes between two entries of the journal
+
+_MEMORY = "Free memory, or raise the limits of memory and of threads (ulimit -v, ulimit -u)"
+REMEDIES = {
+    errno.ENOMEM: _MEMORY,
+    errno.EAGAIN: _MEMORY,
+    errno.EIO: "Look for faults of its disk in the kernel's log, fetch a damaged shard again",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or choose another file system",
+}
+"""What to do about an error that neither space nor permissions cure."""
 
 
 class Method(enum.StrEnum):
@@ -162,15 +173,21 @@ def merge(
     require_usable(*paths[:1], dest)
     dest = Path(os.path.realpath(dest))
     require_usable(*companions(dest))
+    work = _Merge(paths, dest, check_mode, options or Options())
     try:
-        result = _Merge(paths, dest, check_mode, options or Options()).run()
-    except OSError as error:
+        result = work.run()
+    except (OSError, MemoryError) as caught:
+        error = caught if isinstance(caught, OSError) else OSError(errno.ENOMEM, "out of memory")
+        remedy = REMEDIES.get(
+            error.errno or 0, "Free space, or repair permissions or the file system"
+        )
+        named = isinstance(error.filename, str | bytes | os.PathLike)  # or a descriptor
+        state = f"{dest} is in its place" if work.published else "nothing was published"
         raise GpuboxError(
-            f"{error.filename or dest}: {error.strerror or error}",
+            f"{os.fsdecode(error.filename) if named else dest}: {error.strerror or error}",
             f"the merger of {len(paths)} files in {dest}",
-            "Free space, or repair permissions or the file system, and run again; "
-            "nothing was published.",
-        ) from error
+            f"{remedy}, and run again; {state}.",
+        ) from caught
     return replace(result, seconds=time.monotonic() - started)
 
 
@@ -185,6 +202,7 @@ class _Merge:
         self._check_mode = check_mode
         self._options = options
         self._in_place = options.method is Method.IN_PLACE
+        self.published = False  # the result has its name
         self._checked: Mapping[str, str] = {}  # sha256 that the shards were held to
 
     def run(self) -> Result:
@@ -384,6 +402,8 @@ class _Merge:
             else:
                 resumed, ledger = self._copy(plan, descriptor, target, sources)
             publish(plan, descriptor, self._dest)
+            self.published = True
+            system.sync_folder(self._dest.parent)
         self._remember(plan, ledger)
         self._clear(read_journal(self._dest))
         result = self._result(action, plan.size, len(plan.tensors))
@@ -594,7 +614,8 @@ def locked(plan: Plan) -> Iterator[None]:
 def mark(plan: Plan, sources: Sources, token: str) -> None:
     """Say on every shard that it is the one that this merge began with."""
     for index in range(len(plan.sources)):
-        with sources.opened(index, os.O_RDWR) as descriptor:
+        path = sources.path(index)
+        with sources.opened(index, os.O_RDWR) as descriptor, system.blaming(path):
             system.mark(descriptor, token, 0)
             system.sync(descriptor)
 
@@ -605,7 +626,8 @@ def consume(sources: Sources, start: int, end: int, token: str) -> None:
     Each range is punched from its beginning, so that pages at the bounds of epochs go too.
     """
     for index, parts in groupby(sources.ranges(start, end), lambda part: part.source):
-        with sources.opened(index, os.O_RDWR) as descriptor:
+        path = sources.path(index)
+        with sources.opened(index, os.O_RDWR) as descriptor, system.blaming(path):
             first, *others = parts
             if not system.marked(descriptor)[1]:
                 system.mark(descriptor, token, first.length)
@@ -618,6 +640,7 @@ def consume(sources: Sources, start: int, end: int, token: str) -> None:
 def publish(plan: Plan, descriptor: int, dest: Path) -> None:
     """Give the finished file its name, once it is on the disk and its header is what was planned.
 
+    The name is to be brought to the disk then.
     A file that it replaces hands on its mode and, as far as we may, its owner.
     """
     partial = partial_path(dest)
@@ -634,4 +657,3 @@ def publish(plan: Plan, descriptor: int, dest: Path) -> None:
         os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
     system.sync(descriptor)
     system.rename(partial, dest)
-    system.sync_folder(dest.parent)

@@ -21,7 +21,7 @@ from ..gguf import (
     Header,
     read_header,
 )
-from .system import forget
+from .system import each, forget
 
 SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 FAULTS_SHOWN = 40  # of a set that is wrong all over
@@ -221,7 +221,7 @@ def foreign_faults(
         progress: called with bytes done and bytes in all, after each shard.
     """
     with ThreadPoolExecutor(min(len(headers), os.cpu_count() or 1)) as pool:
-        found = pool.map(_sha256, (header.path for header in headers))
+        found = each(pool, _sha256, (header.path for header in headers))
         faults, done, total = [], 0, sum(header.size for header in headers)
         for header, digest in zip(headers, found, strict=True):
             expected = sha256.get(header.path.name)

@@ -14,7 +14,13 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
 
 PAGE = 4096
 """Bytes to which direct writes, shared blocks and their buffers are aligned."""
@@ -133,6 +139,31 @@ def has_hole(descriptor: int, size: int) -> bool:
         return os.lseek(descriptor, 0, os.SEEK_HOLE) < size
     except OSError:
         return False
+
+
+def each(
+    pool: ThreadPoolExecutor, function: Callable[[Item], Outcome], items: Iterable[Item]
+) -> Iterator[Outcome]:
+    """Outcomes in order, as ``pool.map`` gives them.
+
+    Raises:
+        OSError: no thread could be started, which Python does not tell as the kernel's error.
+    """
+    try:
+        return pool.map(function, items)
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
+
+
+@contextlib.contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """Let errors of the calls on an open file, which name none or its descriptor, name ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or isinstance(error.filename, int):
+            error.filename = str(path)
+        raise
 
 
 def memory(size: int) -> memoryview:
