@@ -81,7 +81,8 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     changed = []
     with _staging(directory) as staging:
-        vocabulary = tokenizer.train(dim.vocabulary)
+        trained = tokenizer.train(dim.vocabulary - dim.unused_tokens)
+        vocabulary = tokenizer.padded(trained, dim.unused_tokens)
         _write_companions(staging, dim, vocabulary)
         contents = [
             (spec, partial(_encoded, spec, seed, distinct))
