@@ -34,6 +34,7 @@ import http.client
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -94,7 +95,7 @@ def write_model(name: str, folder: Path) -> None:
 
     stamp = folder / "complete"
     if not stamp.exists():
-        write(folder, 1, dim=dimensions(name), distinct=true_sizes.DISTINCT)
+        write(folder, 1, dim=dimensions(name), distinct=true_sizes.DISTINCT, alike=True)
         stamp.touch()
 
 
@@ -181,6 +182,15 @@ def end(process: subprocess.Popen[bytes], patience: float = 15) -> None:
         time.sleep(0.1)
 
 
+def cause(log: Path) -> str:
+    """What a server's log names first as an error; else the log's own last words."""
+    for line in log.read_text(errors="replace").splitlines():
+        found = re.search(r"(?:[\w.]+(?:Error|Exception)|CUDA error): .*", line)
+        if found and not re.search(r"\b(?:WARNING|INFO)\b", line):
+            return found[0][:400]
+    return serving.last_error(log)
+
+
 @contextlib.contextmanager
 def served(
     command: Sequence[str], port: int, log: Path, environment: dict[str, str], limit: float
@@ -203,9 +213,9 @@ def served(
     try:
         while not healthy(port):
             if process.poll() is not None:
-                raise RuntimeError(f"ended with {process.returncode}: {serving.last_error(log)}")
+                raise RuntimeError(f"ended with {process.returncode}: {cause(log)}")
             if time.monotonic() - begun > limit:
-                raise RuntimeError(f"not ready after {limit:.0f} s: {serving.last_error(log)}")
+                raise RuntimeError(f"not ready after {limit:.0f} s: {cause(log)}")
             time.sleep(0.2)
         yield time.monotonic() - begun
     finally:
@@ -231,7 +241,7 @@ def vllm_command(
     }
     if cpu:
         own |= {"dtype": "float32", "kv_cache_dtype": None, "enforce_eager": True}
-        own |= {"max_num_seqs": 8, "compilation_config": None}
+        own |= {"max_num_seqs": 8, "compilation_config": None, "gpu_memory_utilization": 0.5}
     if traces:
         own["profiler_config"] = {
             "profiler": "torch",
