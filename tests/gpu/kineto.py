@@ -22,16 +22,17 @@ STEP = re.compile(r"execute_context_(\d+)\((\d+)\)_generation_(\d+)\((\d+)\)")
 TOP = 12  # kernels that are named
 # group: what the names of its kernels have in them; the first that fits
 GROUPS = (
+    ("between", r"^triton_(poi|per|red)_"),  # what torch.compile fused
     ("experts", r"moe_vec_q|moe_q\d|_moe_kernel|gate_up_kernel|down_kernel|^sum_kernel"),
     ("linear", r"mul_mat|_gemm_kernel\b|dequant"),
     ("rounding to 8 bits", r"quantize_q8_1|quantize_row_q8"),
     ("attention", r"mla|flash|fmha|attn|join_parts|get_mla_metadata"),
-    ("indexer", r"mqa_logits|indexer|top_?k_?per_?row|persistent_topk|radix|hadamard|deep_gemm"),
+    ("indexer", r"mqa_logits|indexer|top_?k_?per_?row|persistent_topk|radix|hadamard|_req_index"),
     ("routing", r"moe_align|count_and_sort|grouped_topk|topk|moe_sum|router|gating"),
     ("matrices in bfloat16", r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitK"),
     ("sampling", r"argmax|softmax|sample|distribution|exponential|multinomial|penal|bernoulli"),
-    ("copies", r"^Memcpy|^Memset|copy"),
-    ("between", r"^triton_|norm|rotary|rope|silu|act_and_mul|elementwise|reduce|Fill|fused"),
+    ("copies", r"^memcpy|^memset|copy|CatArray"),
+    ("between", r"norm|rotary|rope|silu|act_and_mul|elementwise|reduce|Fill|fused"),
 )
 
 
@@ -85,7 +86,7 @@ def group(name: str, before: str = "") -> str:
     """
     if name.startswith("large_batch_kernel"):
         return "linear" if re.search("Fill|arange|elementwise", before) else "experts"
-    return next((one for one, words in GROUPS if re.search(words, name)), "rest")
+    return next((one for one, words in GROUPS if re.search(words, name, re.I)), "rest")
 
 
 def steps(events: Iterable[dict[str, Any]], categories: Sequence[str] = ON_DEVICE) -> list[Step]:
