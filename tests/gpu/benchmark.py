@@ -32,6 +32,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import math
 import os
 import random
 import re
@@ -62,6 +63,7 @@ LENGTHS = ((1, 256), (8, 128), (64, 96), (256, 64))  # clients up to: tokens tha
 ROUNDS, PROMPT_ROUNDS = 3, 5
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 PROFILED_STEPS, PROFILED_TOKENS = 20, 192
+LOST = 0.1  # of a trace: kernels that an earlier step launched are less
 START, ANSWER = 300.0, 120.0  # seconds
 WANTED_SHARE, WANTED_GAIN, MANY = 0.6, 10.0, 64
 GB, TB = 1e9, 1e12
@@ -207,6 +209,7 @@ def served(
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
+            cwd=log.parent,
             env={**os.environ, **environment},
             start_new_session=True,
         )
@@ -275,8 +278,8 @@ def llama_command(server: str, model: Path, port: int, slots: int, context: int)
 class Load:
     """Requests to one server."""
 
-    def __init__(self, port: int, llama: bool, vocabulary: int) -> None:
-        self.port, self.llama, self.vocabulary = port, llama, vocabulary
+    def __init__(self, port: int, llama: bool, vocabulary: int, until: float = math.inf) -> None:
+        self.port, self.llama, self.vocabulary, self.until = port, llama, vocabulary, until
         self.path = "/completion" if llama else "/v1/completions"
         self.asked = self.answered = 0
         self.faults: list[str] = []
@@ -295,11 +298,18 @@ class Load:
         return [random.randrange(8, self.vocabulary) for _ in range(tokens)]  # noqa: S311
 
     def ask(self, count: int, prompt: int, tokens: int, *extra: Any) -> list[clients.Answer]:
-        """So many requests at once; an answer that is not whole is a fault."""
+        """So many requests at once; an answer that is not whole is a fault.
+
+        Raises:
+            RuntimeError: there is no time left.
+        """
+        limit = min(ANSWER, self.until - time.monotonic())
+        if limit <= 0:
+            raise RuntimeError("no time left for the rest (--limit)")
         bodies = [
             self.body(self.prompt(prompt), tokens, 0.0 if count == 1 else 1.0) for _ in range(count)
         ]
-        answers = asyncio.run(clients.ask(self.port, self.path, bodies, ANSWER, *extra))
+        answers = asyncio.run(clients.ask(self.port, self.path, bodies, limit, *extra))
         self.asked += count
         for one in answers:
             if not one.error and one.tokens != tokens:
@@ -390,22 +400,23 @@ def limits_of(
     return found
 
 
-def measure(load: Load, counts: Sequence[int], prompts: Sequence[int], cpu: bool) -> dict[str, Any]:
-    """Decode and prefill of one server."""
-    rounds = 1 if cpu else ROUNDS
-    found: dict[str, Any] = {"decode": {}, "prefill": {}}
+def measure(
+    load: Load, found: dict[str, Any], counts: Sequence[int], prompts: Sequence[int], cpu: bool
+) -> None:
+    """Decode and prefill of one server, into ``found``, so that what there is survives a fault."""
     for count in counts:
+        rounds = 1 if cpu else ROUNDS
         found["decode"][count] = load.decode(count, length_of(count, cpu), rounds)
     for tokens in prompts:
         found["prefill"][tokens] = load.first_tokens(tokens, 1 if cpu else PROMPT_ROUNDS)
-    return found
 
 
-def profiled(load: Load, traces: Path, counts: Sequence[int], prompts: Sequence[int]) -> Any:
-    """Profiles of decode (1 and 64 clients) and of the longest prompt: what each consists of."""
+def profiled(
+    load: Load, found: dict[str, Any], traces: Path, counts: Sequence[int], prompts: Sequence[int]
+) -> None:
+    """Profiles of decode (1 and 64 clients) and of the longest prompt, into ``found``."""
     wanted = [(f"decode-{count}", count, 0) for count in counts if count in (1, MANY)]
     wanted += [(f"prefill-{tokens}", 1, tokens) for tokens in list(prompts)[-1:]]
-    found: dict[str, Any] = {}
     for name, count, prompt in wanted:
         fault = load.profile(name, count, prompt)
         paths = sorted(traces.glob(f"{name}_*.pt.trace.json*"))
@@ -416,6 +427,8 @@ def profiled(load: Load, traces: Path, counts: Sequence[int], prompts: Sequence[
             steps = kineto.steps(events)
             if not any(step.work for step in steps):
                 steps = kineto.steps(events, ("cpu_op",))  # nested, so counted more than once
+            if (lost := kineto.unassigned(events, steps)) > LOST:
+                print(f"{name}: {lost:.0%} of the card's time in the trace belongs to no step")
             chosen = kineto.prefilling(steps) if prompt else kineto.decoding(steps, count)
             profile = kineto.summarize(chosen)
             if profile is None:
@@ -424,7 +437,6 @@ def profiled(load: Load, traces: Path, counts: Sequence[int], prompts: Sequence[
             found[name] = profile
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             print(f"{name}: no profile: {str(error)[:300]}", flush=True)
-    return found
 
 
 def share(least: float, took: float) -> str:
@@ -524,6 +536,30 @@ def judge(server: str, name: str, load: Load, extra: Sequence[str] = ()) -> bool
     return passed
 
 
+def report(
+    name: str, card: dict[str, Any], found: dict[str, Any], results: dict[str, Any], profiles: Any
+) -> list[str]:
+    """All tables of a model."""
+    lines = ["", f"== {name}: {found['tensor bytes'] / GB:.1f} GB of tensors; {card['name']}"]
+    lines.append(
+        f"{'decode':<6}{'clients':>8}{'tokens/s':>10}{'a stream':>9}{'TPOT ms':>9}{'limit ms':>9}"
+        f" {'share':>6} {'busy ms':>8} {'share':>6}{'whole/s':>10}{'TTFT ms':>9}  rounds"
+    )
+    for server, row in results.items():
+        own = profiles if server == "vllm" else {}
+        lines += decode_lines(server, row["decode"], found, own)
+    lines.append(
+        f"{'prefill':<7}{'tokens':>7}{'TTFT ms':>9}{'tokens/s':>10}{'limit ms':>9} {'share':>6}"
+        f"{'bytes ms':>9} {'busy ms':>9} {'share':>6}  rounds"
+    )
+    for server, row in results.items():
+        own = profiles if server == "vllm" else {}
+        lines += prefill_lines(server, row["prefill"], found, own)
+    for title, profile in profiles.items():
+        lines += kineto.table(f"{name} {title}", profile)
+    return lines + goals(results, found, profiles)
+
+
 def bench(
     name: str, folder: Path, out: Path, card: dict[str, Any], arguments: argparse.Namespace
 ) -> tuple[int, dict[str, Any]]:
@@ -553,16 +589,17 @@ def bench(
         longest,
         json.loads(arguments.options),
     )
-    load = Load(port, False, vocabulary)
-    fault = []
+    load = Load(port, False, vocabulary, arguments.until)
+    fault, wanted = [], (arguments.clients, arguments.prompts)
     if not arguments.no_vllm:
         try:
             with served(command, port, out / f"vllm-{name}.log", environment, left()) as seconds:
                 starts["vllm"] = seconds
                 print(f"{name}: vLLM ready in {seconds:.0f} s", flush=True)
-                results["vllm"] = measure(load, arguments.clients, arguments.prompts, arguments.cpu)
+                results["vllm"] = {"decode": {}, "prefill": {}}
+                measure(load, results["vllm"], *wanted, arguments.cpu)
                 if arguments.profile:
-                    profiles = profiled(load, traces, arguments.clients, arguments.prompts)
+                    profiled(load, profiles, traces, *wanted)
         except (RuntimeError, OSError) as error:
             fault.append(str(error)[:600])
         failed += not judge("vllm", name, load, fault)
@@ -576,43 +613,20 @@ def bench(
         results["llama"] = {"decode": {}, "prefill": {}}
         for slots, context, counts, prompts in runs:
             port, fault = free_port(), []
-            load = Load(port, True, vocabulary)
+            load = Load(port, True, vocabulary, arguments.until)
             log = out / f"llama-{name}-{slots}.log"
             command = llama_command(arguments.llama_server, model, port, slots, context)
             try:
                 with served(command, port, log, {}, left()) as seconds:
                     starts[f"llama-{slots}"] = seconds
                     print(f"{name}: llama.cpp ready in {seconds:.0f} s", flush=True)
-                    part = measure(load, counts, prompts, arguments.cpu)
-                for key, value in part.items():
-                    results["llama"][key] |= value
+                    measure(load, results["llama"], counts, prompts, arguments.cpu)
             except (RuntimeError, OSError) as error:
                 fault.append(str(error)[:600])
             failed += not judge("llama", f"{name}-{slots}", load, fault)
-    size = found["tensor bytes"] / GB
-    print(f"\n== {name}: {size:.1f} GB of tensors; {card['name']}")
-    print(
-        f"{'decode':<6}{'clients':>8}{'tokens/s':>10}{'a stream':>9}{'TPOT ms':>9}{'limit ms':>9}"
-        f" {'share':>6} {'busy ms':>8} {'share':>6}{'whole/s':>10}{'TTFT ms':>9}  rounds"
-    )
-    for server, row in results.items():
-        for line in decode_lines(
-            server, row["decode"], found, profiles if server == "vllm" else {}
-        ):
-            print(line)
-    print(
-        f"{'prefill':<7}{'tokens':>7}{'TTFT ms':>9}{'tokens/s':>10}{'limit ms':>9} {'share':>6}"
-        f"{'bytes ms':>9} {'busy ms':>9} {'share':>6}  rounds"
-    )
-    for server, row in results.items():
-        own = profiles if server == "vllm" else {}
-        for line in prefill_lines(server, row["prefill"], found, own):
-            print(line)
-    for line in goals(results, found, profiles):
-        print(line)
-    for title, profile in profiles.items():
-        print("\n".join(kineto.table(f"{name} {title}", profile)))
-    sys.stdout.flush()
+    lines = report(name, card, found, results, profiles)
+    print("\n".join(lines), flush=True)
+    (out / f"report-{name}.txt").write_text("\n".join([*lines, ""]))
     return failed, {
         "limits": found,
         "results": results,

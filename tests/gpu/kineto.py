@@ -138,9 +138,19 @@ def decoding(found: Sequence[Step], clients: int) -> list[Step]:
 
 
 def prefilling(found: Sequence[Step]) -> list[Step]:
-    """The steps with the most tokens of prompts."""
-    most = max((step.context_tokens for step in found), default=0)
-    return [step for step in found if most and step.context_tokens == most]
+    """The steps of a prompt as one: a long one may take several."""
+    parts = [step for step in found if step.contexts and step.work]
+    if not parts:
+        return []
+    tokens = sum(step.context_tokens for step in parts)
+    return [Step(1, tokens, 0, sorted(one for step in parts for one in step.work))]
+
+
+def unassigned(events: Iterable[dict[str, Any]], found: Sequence[Step]) -> float:
+    """Share of the card's time in a trace that is in no step."""
+    times = [float(event.get("dur", 0)) for event in events if event.get("cat") in ON_DEVICE]
+    assigned = sum(duration for step in found for _, duration, _ in step.work)
+    return 1 - assigned / sum(times) if sum(times) else 0.0
 
 
 def summarize(chosen: Sequence[Step]) -> Profile | None:

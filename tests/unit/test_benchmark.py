@@ -232,7 +232,8 @@ def test_both_servers_are_asked_and_measured(
 ) -> None:
     port, handler = server
     load_ = benchmark.Load(port, llama, 512)
-    found = benchmark.measure(load_, [1, 4], [16], cpu=True)
+    found: dict[str, Any] = {"decode": {}, "prefill": {}}
+    benchmark.measure(load_, found, [1, 4], [16], cpu=True)
     assert (load_.asked, load_.answered, load_.faults) == (2 + 8 + 2, 12, [])
     assert found["decode"][4][0]["total"] > 0
     assert len(found["prefill"][16]) == 1
@@ -243,6 +244,13 @@ def test_both_servers_are_asked_and_measured(
     assert all(body["ignore_eos"] and body["stream"] for body in bodies)
     # one stream is greedy, several draw their own tokens
     assert {body["temperature"] for body in bodies} == {0.0, 1.0}
+
+
+def test_no_request_is_sent_when_the_time_is_over(server: tuple[int, type[StandIn]]) -> None:
+    load_ = benchmark.Load(server[0], False, 512, until=time.monotonic() - 1)
+    with pytest.raises(RuntimeError, match="no time left"):
+        load_.ask(1, 8, 8)
+    assert not server[1].seen
 
 
 def test_fewer_tokens_than_asked_are_a_fault(
@@ -348,6 +356,21 @@ def test_other_steps_are_left_out() -> None:
     (step,) = kineto.prefilling(kineto.steps(prompt))
     assert step.context_tokens == 8192
     assert kineto.summarize([step]).period == pytest.approx(0.6)
+    # in two parts, of which the second is launched while the first runs
+    prompt = trace(3, 1)
+    for number in (1, 10):
+        assert "execute" in prompt[number]["name"]
+        prompt[number]["name"] = "execute_context_1(4096)_generation_0(0)"
+    (step,) = kineto.prefilling(kineto.steps(prompt))
+    assert (step.context_tokens, len(step.work)) == (8192, 8)
+    assert kineto.summarize([step]).busy == pytest.approx(2 * 0.55)
+
+
+def test_work_that_no_step_launched_is_told() -> None:
+    events = trace(6, 64)  # 650 us each, and 5,000 of a step before
+    assert kineto.unassigned(events, kineto.steps(events)) == pytest.approx(5000 / 8900)
+    assert kineto.unassigned(events[:-1], kineto.steps(events)) == pytest.approx(0)
+    assert kineto.unassigned([], []) == 0
 
 
 @pytest.mark.parametrize(
@@ -481,6 +504,19 @@ def test_layers_that_are_alike_differ_in_small_tensors_only(tmp_path: Path) -> N
     words = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
     assert words["unused87"] == 600 - 12 - 1
     assert found["token_embd.weight"].shape[0] == 600
+
+
+def test_without_a_gpu_it_is_said_that_nothing_was_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Nowhere(type(Path())):  # type: ignore[misc]
+        def exists(self, **_: Any) -> bool:
+            return False
+
+    monkeypatch.setattr(benchmark, "Path", Nowhere)
+    monkeypatch.setattr("sys.argv", ["benchmark"])
+    assert benchmark.main() == 0
+    assert "nothing was checked" in capsys.readouterr().out
 
 
 def test_limits_come_from_the_models_own_file(tiny: Path) -> None:
