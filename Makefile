@@ -7,6 +7,7 @@
 # GPUBOX_DEBIAN_MIRROR  where Debian's packages come from when no image registry is reachable
 # GPUBOX_PYTHON         interpreter for .venv
 # GPUBOX_GPU_PYTHON     interpreter that gpu-check tests; that of the current release if unset
+# GPUBOX_GPU_TIME       =1: gpu-check also times the kernels and what is served
 # KEEP_CACHE            =1: demo-down keeps images and downloaded packages
 # SCENARIOS             names of the scenarios that `make test` runs, all if unset
 SHELL := /bin/bash
@@ -60,7 +61,7 @@ test: setup check ## everything: check and the scenarios in system containers
 	@python -m tests.scenarios
 
 gpu-check: toolchain ## kernels, served logprobs and MTP on this machine's NVIDIA GPU (stop the server first)
-	@python tests/gpu/run.py $(if $(GPUBOX_GPU_PYTHON),--python $(GPUBOX_GPU_PYTHON))
+	@python tests/gpu/run.py $(if $(GPUBOX_GPU_PYTHON),--python $(GPUBOX_GPU_PYTHON)) $(if $(GPUBOX_GPU_TIME),--time)
 
 bench-gguf: toolchain ## the merger against cat and llama-gguf-split (LLAMA_GGUF_SPLIT=its path, BENCH_DIR=folder with 19 GB)
 	PYTHONPATH=plugins/module_utils:. python -m tests.bench.gguf_merge $(or $(BENCH_DIR),/var/tmp)

@@ -66,6 +66,7 @@ PROFILED_STEPS, PROFILED_TOKENS = 20, 192
 LOST = 0.1  # of a trace: kernels that an earlier step launched are less
 START, ANSWER = 300.0, 120.0  # seconds
 WANTED_SHARE, WANTED_GAIN, MANY = 0.6, 10.0, 64
+MODEL = re.compile(r"tiny|(?:tp1|rank)-(?:[2-9]|[1-7][0-9])")
 GB, TB = 1e9, 1e12
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -288,7 +289,7 @@ class Load:
         """One request. Several clients draw their tokens, so that each goes its own way."""
         common = {"prompt": prompt, "temperature": temperature, "stream": True, "ignore_eos": True}
         if self.llama:
-            own = {"n_predict": tokens, "cache_prompt": False, "return_tokens": True}
+            own: dict[str, Any] = {"n_predict": tokens, "cache_prompt": False, "return_tokens": True}
             return {**common, **own, "samplers": ["temperature"]}
         own = {"model": "glm-5", "max_tokens": tokens, "return_token_ids": tokens > 1}
         return {**common, **own, "stream_options": {"include_usage": True}}
@@ -681,6 +682,8 @@ def main() -> int:
     if not Path("/proc/driver/nvidia/version").exists() and not arguments.cpu:
         print("no NVIDIA GPU (no /proc/driver/nvidia/version): nothing was checked or timed")
         return 0
+    if unknown := [name for name in arguments.model or () if not MODEL.fullmatch(name)]:
+        parser.error(f"--model {' '.join(unknown)}: wanted tp1-6 or rank-20, 2 layers at least")
     arguments.until = time.monotonic() + arguments.limit
     arguments.model = arguments.model or (["tiny"] if arguments.cpu else ["tp1-6", "rank-20"])
     if arguments.clients is None:

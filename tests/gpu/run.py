@@ -3,7 +3,9 @@
 
 Uses the environment of the release that /opt/gpubox/current names, or the interpreter given with
 --python (vLLM, the patched plugin). Writes the models that are served: 18 GB in the folder for
-temporary files (TMPDIR). Without an NVIDIA GPU it says that nothing was checked and ends with 0.
+temporary files (TMPDIR), 45 GB with --time. Without an NVIDIA GPU it says that nothing was checked
+and ends with 0. With --time it also times the kernels and what is served (benchmark.py); --only
+runs some of the parts.
 Stop a running server first: the kernels are tested at GLM-5's real sizes, stacks of up to 14 GB,
 four of them at a time.
 """
@@ -62,7 +64,9 @@ def main() -> int:
     """Run every part; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--python", type=Path, help="of the environment to test")
-    parser.add_argument("--time", action="store_true", help="also time the kernels")
+    parser.add_argument("--time", action="store_true", help="also time kernels and what is served")
+    parser.add_argument("--llama-server", help="llama.cpp's server, to time beside vLLM")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="as the table names them")
     arguments = parser.parse_args()
     if not Path("/proc/driver/nvidia/version").exists():
         print("gpu-check: no NVIDIA GPU here (no /proc/driver/nvidia/version); NOTHING WAS CHECKED")
@@ -88,6 +92,18 @@ def main() -> int:
     if arguments.time:
         parts.append(("times", [python, HERE / "kernels.py", "--time"]))
         parts.append(("attention times", [python, HERE / "attention.py", "--time"]))
+        benchmark: list[str | Path] = [python, HERE / "benchmark.py", "--profile"]
+        benchmark += ["--limit", "1200"]  # seconds
+        if arguments.llama_server:
+            benchmark += ["--llama-server", arguments.llama_server]
+        parts.append(("benchmark", benchmark))
+    if arguments.only:
+        unknown = sorted(set(arguments.only) - {name for name, _ in parts})
+        if unknown:
+            parser.error(
+                f"--only {', '.join(unknown)}: wanted some of {', '.join(n for n, _ in parts)}"
+            )
+        parts = [part for part in parts if part[0] in arguments.only]
     results = [run(name, command) for name, command in parts]
     card = output(
         "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"

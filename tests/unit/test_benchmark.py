@@ -8,6 +8,7 @@ import asyncio
 import gzip
 import json
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -517,6 +518,30 @@ def test_without_a_gpu_it_is_said_that_nothing_was_checked(
     monkeypatch.setattr("sys.argv", ["benchmark"])
     assert benchmark.main() == 0
     assert "nothing was checked" in capsys.readouterr().out
+
+
+def test_what_cannot_be_written_ends_the_run_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], log: Path) -> Any:
+        log.write_text("OSError: no space left\n")
+        return subprocess.Popen(["false" if "rank-2" in command else "true"])
+
+    monkeypatch.setattr(benchmark.serving, "run", run)
+    argv = ["benchmark", "--cpu", "--model", "rank-2", "--work", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", [*argv, "--out", str(tmp_path)])
+    assert benchmark.main() == 1
+    assert capsys.readouterr().out == "FAIL rank-2 1: OSError: no space left\n"
+
+
+@pytest.mark.parametrize("name", ["rank-1", "tp8-6", "tp1-80", "tp1-06"])
+def test_models_that_nobody_wrote_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmark", "--cpu", "--model", name])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert f"--model {name}: wanted" in capsys.readouterr().err
 
 
 def test_limits_come_from_the_models_own_file(tiny: Path) -> None:
