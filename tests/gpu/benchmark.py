@@ -289,7 +289,11 @@ class Load:
         """One request. Several clients draw their tokens, so that each goes its own way."""
         common = {"prompt": prompt, "temperature": temperature, "stream": True, "ignore_eos": True}
         if self.llama:
-            own: dict[str, Any] = {"n_predict": tokens, "cache_prompt": False, "return_tokens": True}
+            own: dict[str, Any] = {
+                "n_predict": tokens,
+                "cache_prompt": False,
+                "return_tokens": True,
+            }
             return {**common, **own, "samplers": ["temperature"]}
         own = {"model": "glm-5", "max_tokens": tokens, "return_token_ids": tokens > 1}
         return {**common, **own, "stream_options": {"include_usage": True}}
@@ -517,7 +521,10 @@ def goals(results: dict[str, Any], found: dict[str, Any], profiles: Any) -> list
         say(part >= WANTED_SHARE, "one stream", measured, f"{WANTED_SHARE:.0%}")
     if one and many:
         gain = many / one
-        say(gain >= WANTED_GAIN, f"{MANY} clients", f"{gain:.1f} x", f"{WANTED_GAIN:.0f} x one")
+        # 64 tokens choose most experts, one only eight: both at the limit may be nearer than wanted
+        able = MANY * found["decode"][1]["ms"] / found["decode"][MANY]["ms"]
+        measured = f"{gain:.1f} x one (limit against limit {able:.1f} x)"
+        say(gain >= WANTED_GAIN, f"{MANY} clients", measured, f"{WANTED_GAIN:.0f} x")
     for count in results.get("llama", {}).get("decode", {}):
         ours, other = total("vllm", count), total("llama", count)
         if ours and other:

@@ -420,7 +420,7 @@ def said(one: float, many: float, llama: float, busy: float = 0.0) -> list[str]:
         "vllm": {"decode": {1: rounds(one), 64: rounds(many)}},
         "llama": {"decode": {1: rounds(llama)}},
     }
-    found = {"decode": {1: {"ms": 1.0}}}
+    found = {"decode": {1: {"ms": 1.0}, 64: {"ms": 8.0}}}
     profiles = {"decode-1": kineto.Profile(1, busy, busy, {}, {})} if busy else {}
     return [line.split(":")[0] for line in benchmark.goals(results, found, profiles)]
 
@@ -430,6 +430,14 @@ def test_goals_are_met_or_missed() -> None:
     assert said(599, 5989, 600) == ["GOAL missed"] * 3
     assert said(100, 1001, 99, busy=1.2) == ["GOAL missed", "GOAL met", "GOAL met"]
     assert benchmark.goals({}, {}, {}) == []
+
+
+def test_a_goal_tells_what_the_limits_would_allow() -> None:
+    results = {"vllm": {"decode": {1: rounds(100), 64: rounds(900)}}}
+    found = {"decode": {1: {"ms": 1.0}, 64: {"ms": 8.0}}}
+    assert benchmark.goals(results, found, {})[1] == (
+        "GOAL missed: 64 clients: 9.0 x one (limit against limit 8.0 x); wanted 10 x"
+    )
 
 
 def test_lines_show_shares() -> None:
