@@ -268,7 +268,8 @@ VLLM_ENVIRONMENT = {
 def llama_command(server: str, model: Path, port: int, slots: int, context: int) -> list[str]:
     """llama.cpp's server with ``slots`` streams of ``context`` tokens each."""
     command = [server, "-m", str(model), "-ngl", "99", "-fa", "on", "-fit", "off", "-cram", "0"]
-    command += ["-c", str(slots * context), "-np", str(slots)]
+    cells = -(-context // 256) * 256  # what its attention kernels read at a time
+    command += ["-c", str(slots * cells), "-np", str(slots)]
     command += ["-b", "8192", "-ub", "2048"]  # prompts in larger pieces than by default
     return [*command, "--host", "127.0.0.1", "--port", str(port), "--no-ui"]
 

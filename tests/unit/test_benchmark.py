@@ -471,6 +471,12 @@ def test_the_server_is_started_as_the_stack_starts_it() -> None:
     assert "--profiler-config" not in other
 
 
+def test_every_stream_of_llama_cpp_has_room_for_its_tokens() -> None:
+    command = benchmark.llama_command("s", Path("/m.gguf"), 1, 64, 384)
+    assert command[command.index("-c") + 1] == str(64 * 512)
+    assert command[command.index("-np") + 1] == "64"
+
+
 def test_a_server_that_ends_is_told_with_its_first_error_and_leaves_nothing(tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = "print('WARNING OSError: no'); print('ERROR x] ValueError: too small'); raise OSError"
