@@ -67,6 +67,8 @@ LOST = 0.1  # of a trace: kernels that an earlier step launched are less
 START, ANSWER = 300.0, 120.0  # seconds
 WANTED_SHARE, WANTED_GAIN, MANY = 0.6, 10.0, 64
 MODEL = re.compile(r"tiny|(?:tp1|rank)-(?:[2-9]|[1-7][0-9])")
+VOCABULARY = 154880
+RANK_VOCABULARY = VOCABULARY // 8 // 64 * 64  # vLLM would pad what is no multiple of 64
 GB, TB = 1e9, 1e12
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -80,15 +82,15 @@ def dimensions(name: str) -> Any:
     count = int(name.split("-")[1])
     whole = replace(true_sizes.sizes(count), context=16384)
     if name.startswith("tp1-"):
-        vocabulary = 154880 * count // 78 // 64 * 64
+        vocabulary = VOCABULARY * count // 78 // 64 * 64
         return replace(whole, vocabulary=vocabulary, unused_tokens=vocabulary - 512)
     return replace(
         whole,
         heads=whole.heads // 8,
         feed_forward=whole.feed_forward // 8,
         expert_feed_forward=whole.expert_feed_forward // 8,
-        vocabulary=154880 // 8,
-        unused_tokens=154880 // 8 - 512,
+        vocabulary=RANK_VOCABULARY,
+        unused_tokens=RANK_VOCABULARY - 512,
     )
 
 

@@ -95,12 +95,13 @@ def test_a_rank_of_eight_holds_an_eighth_of_what_eight_divide() -> None:
         whole.feed_forward,
     )
     assert (rank.hidden, rank.experts, rank.layers) == (whole.hidden, whole.experts, 20)
-    assert rank.vocabulary == 154880 // 8
+    assert rank.vocabulary == 154880 // 8 - 32
     one = benchmark.dimensions("tp1-6")
     assert (one.heads, one.layers, one.nextn_layers) == (64, 6, 0)
     for name in ("tp1-6", "rank-20", "tiny"):
         dim = benchmark.dimensions(name)
         assert dim.vocabulary - dim.unused_tokens == 512
+        assert dim.vocabulary % 64 == 0
         assert all(spec.shape[-1] % 32 == 0 for spec in tensors(dim) if len(spec.shape) > 1)
 
 
