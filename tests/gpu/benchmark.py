@@ -533,6 +533,9 @@ def goals(results: dict[str, Any], found: dict[str, Any], profiles: Any) -> list
         if ours and other:
             measured = f"{ours:.1f} tokens/s, llama.cpp {other:.1f}: {ours / other:.2f} x"
             say(ours > other, f"{count} clients against llama.cpp", measured, "ahead of it")
+        else:
+            what = f"{ours:.1f} and {other:.1f} tokens/s (0: no round in which all decoded at once)"
+            lines.append(f"GOAL unknown: {count} clients against llama.cpp: {what}")
     return lines
 
 

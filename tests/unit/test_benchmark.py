@@ -237,7 +237,8 @@ def test_both_servers_are_asked_and_measured(
     found: dict[str, Any] = {"decode": {}, "prefill": {}}
     benchmark.measure(load_, found, [1, 4], [16], cpu=True)
     assert (load_.asked, load_.answered, load_.faults) == (2 + 8 + 2, 12, [])
-    assert found["decode"][4][0]["total"] > 0
+    assert found["decode"][1][0]["total"] > 0
+    assert found["decode"][4][0]["whole"] > 0
     assert len(found["prefill"][16]) == 1
     path = "/completion" if llama else "/v1/completions"
     assert {seen for seen, _ in handler.seen} == {path}
@@ -431,6 +432,7 @@ def test_goals_are_met_or_missed() -> None:
     assert said(599, 5989, 600) == ["GOAL missed"] * 3
     assert said(100, 1001, 99, busy=1.2) == ["GOAL missed", "GOAL met", "GOAL met"]
     assert benchmark.goals({}, {}, {}) == []
+    assert said(100, 1001, 0)[2] == "GOAL unknown"
 
 
 def test_a_goal_tells_what_the_limits_would_allow() -> None:
