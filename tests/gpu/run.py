@@ -87,6 +87,7 @@ def main() -> int:
     ]
     if arguments.time:
         parts.append(("times", [python, HERE / "kernels.py", "--time"]))
+        parts.append(("expert times", [python, HERE / "tune_experts.py"]))
         parts.append(("attention times", [python, HERE / "attention.py", "--time"]))
     results = [run(name, command) for name, command in parts]
     card = output(
