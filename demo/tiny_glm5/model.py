@@ -33,6 +33,7 @@ class Dimensions:
     """
 
     vocabulary: int = 512
+    unused_tokens: int = 0  # of the vocabulary, which no text makes
     hidden: int = 256
     layers: int = 3  # of which the first `dense_layers` have no experts
     dense_layers: int = 1

@@ -111,6 +111,13 @@ def train(size: int, text: str = TEXT) -> Vocabulary:
     return Vocabulary((*tokens, *SPECIAL_TOKENS), tuple(merges))
 
 
+def padded(vocabulary: Vocabulary, unused: int) -> Vocabulary:
+    """The vocabulary with ``unused`` more ordinary tokens, which no merge makes."""
+    ordinary = vocabulary.tokens[: vocabulary.ordinary]
+    more = tuple(f"unused{number}" for number in range(unused))
+    return Vocabulary((*ordinary, *more, *SPECIAL_TOKENS), vocabulary.merges)
+
+
 def _merge(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
     pieces: list[str] = []
     for piece in word:

@@ -55,6 +55,7 @@ def write(
     dim: Dimensions | None = None,
     quantization_type: GGMLQuantizationType | None = None,
     distinct: int | None = None,
+    alike: bool = False,
 ) -> list[Path]:
     """Make ``directory`` hold the model of ``seed`` in ``shards`` shards and what goes beside it.
 
@@ -70,6 +71,8 @@ def write(
         quantization_type: instead of the mix of types; see ``model.tensors``.
         distinct: weights of a tensor that are drawn before its rows repeat; all if None. For sizes
             that would take hours to draw.
+        alike: give the tensors with more weights than ``distinct`` the same ones in every layer, so
+            that one layer is drawn and held in memory.
 
     Returns:
         The files that were written or removed; empty when everything was there.
@@ -81,10 +84,12 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     changed = []
     with _staging(directory) as staging:
-        vocabulary = tokenizer.train(dim.vocabulary)
+        trained = tokenizer.train(dim.vocabulary - dim.unused_tokens)
+        vocabulary = tokenizer.padded(trained, dim.unused_tokens)
         _write_companions(staging, dim, vocabulary)
+        known: dict[Any, NDArray[Any]] | None = {} if alike else None
         contents = [
-            (spec, partial(_encoded, spec, seed, distinct))
+            (spec, partial(_encoded, spec, seed, distinct, known))
             for spec in tensors(dim, quantization_type)
         ]
         _write_shards(staging, dim, vocabulary, contents, shards, metadata_shard)
@@ -116,14 +121,25 @@ def _staging(directory: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _encoded(spec: TensorSpec, seed: int, distinct: int | None) -> NDArray[Any]:
-    """The quantised weights of one tensor; its rows repeat after ``distinct`` weights."""
+def _encoded(
+    spec: TensorSpec, seed: int, distinct: int | None, known: dict[Any, NDArray[Any]] | None
+) -> NDArray[Any]:
+    """The quantised weights of one tensor; its rows repeat after ``distinct`` weights.
+
+    With ``known``, a tensor whose rows repeat has those of the one like it in another layer.
+    """
     *outer, width = spec.shape
     rows, drawn = math.prod(outer), (distinct or 0) // width
     if not 0 < drawn < rows:
         return quantize(draw(seed, spec), spec.quantization_type)
+    like = (spec.name.split(".", 2)[-1], spec.shape, spec.quantization_type)
+    if known is not None and like in known:
+        return known[like]
     part = quantize(draw(seed, spec, (drawn, width)), spec.quantization_type)
-    return part[np.arange(rows) % drawn].reshape(*outer, -1)
+    whole = part[np.arange(rows) % drawn].reshape(*outer, -1)
+    if known is not None:
+        known[like] = whole
+    return whole
 
 
 def _write_companions(directory: Path, dim: Dimensions, vocabulary: tokenizer.Vocabulary) -> None:

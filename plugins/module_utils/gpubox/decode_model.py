@@ -122,13 +122,16 @@ def distinct_experts(experts: int, chosen: int, tokens: int) -> float:
     return experts * (1 - (1 - min(chosen, experts) / experts) ** tokens)
 
 
-def reads(model: Mapping[str, Any] | None, latent: int, context: int = CONTEXT) -> Reads | None:
-    """What a rank of eight reads, from the facts of a model; None where one is unknown.
+def reads(
+    model: Mapping[str, Any] | None, latent: int, context: int = CONTEXT, ranks: int = RANKS
+) -> Reads | None:
+    """What a rank reads, from the facts of a model; None where one is unknown.
 
     Args:
         model: of ``model_facts``.
         latent: bytes of a token's KV cache in a layer, without the keys of the indexer.
         context: tokens that the indexer looks through.
+        ranks: that share the weights.
     """
     facts = model or {}
     size = {name: _whole(facts.get(name), 10**9) for name in GLM5 if name != "weights"}
@@ -142,14 +145,14 @@ def reads(model: Mapping[str, Any] | None, latent: int, context: int = CONTEXT) 
     def always(prefix: str) -> float:
         parts = part[f"{prefix}routed"] + part[f"{prefix}embedding"]
         divided = max(part[f"{prefix}divided"] - parts, 0)
-        return divided / RANKS + part[f"{prefix}replicated"]
+        return divided / ranks + part[f"{prefix}replicated"]
 
     keys = size["index_head_dim"] + size["index_head_dim"] // 128 * 4
     return Reads(
         always=always(""),
-        experts=part["routed"] / RANKS,
-        draft_always=always("mtp_") + part["head"] / RANKS,
-        draft_experts=part["mtp_routed"] / RANKS,
+        experts=part["routed"] / ranks,
+        draft_always=always("mtp_") + part["head"] / ranks,
+        draft_experts=part["mtp_routed"] / ranks,
         cache=size["layers"]
         * (min(context, size["index_topk"] or context) * latent + context * keys),
         expert_count=size["experts"],
