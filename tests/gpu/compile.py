@@ -99,7 +99,7 @@ def decode_programs(every: bool) -> dict[str, Program]:
             for name, one in ((n, t) for n in TYPES for t in chosen):
                 if TYPES[name] not in decode.EXPERT_DECODE_TYPES:
                     continue
-                options = one.options(TYPES[name])
+                options = one.of(TYPES[name]).options()
                 compiler = {"num_warps": options.pop("num_warps"), "num_stages": 3}
                 if registers := options.pop("maxnreg"):
                     compiler["maxnreg"] = registers

@@ -188,3 +188,25 @@ def test_without_a_gpu_it_is_said_that_nothing_was_checked(
     monkeypatch.setattr("sys.argv", [name])
     assert module.main() == 0
     assert "nothing was checked" in capsys.readouterr().out.lower()
+
+
+def test_tuning_judges_the_chosen_tiles_only() -> None:
+    found = {
+        "gate_up": {"stock": (0.03, 0.1), "pairs 4/16*": (0.01, 0.3), "pairs 8/16": (0.02, 0.2)},
+        "down": {"stock": (0.03, 0.1), "pairs 4/16*": (0.02, 0.3), "expert 4/16*": (0.001, 0.9)},
+    }
+    assert tune.goals({1: found}, 4) == [
+        "GOAL missed: times as fast as stock, 1 token: 2.00, wanted 3.0"
+    ]
+    numbers = "0.0600 0.0000 0.0300 0.0110"
+    best = "gate/up pairs 4/16*, down expert 4/16*"
+    assert " ".join(tune.summary(found, "pairs").split()) == f"{numbers} {best}"
+    many = {
+        "gate_up": {"expert 4/32*": (0.2, 0.6), "expert 8/32": (0.1, 0.9)},
+        "down": {"expert 4/16*": (0.2, 0.4)},
+    }
+    assert tune.goals({64: many}, 4) == [
+        "GOAL met: share of the copy bandwidth, gate_up, 64 tokens: 0.60, wanted 0.5",
+        "GOAL missed: share of the copy bandwidth, down, 64 tokens: 0.40, wanted 0.5",
+    ]
+    assert tune.goals({1: {"gate_up": {}, "down": {}}}, 4) == []
