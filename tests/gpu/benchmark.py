@@ -639,8 +639,8 @@ def bench(
                 fault.append(str(error)[:600])
             failed += not judge("llama", f"{name}-{slots}", load, fault)
     lines = report(name, card, found, results, profiles)
-    print("\n".join(lines), flush=True)
     (out / f"report-{name}.txt").write_text("\n".join([*lines, ""]))
+    print("\n".join(lines), flush=True)
     return failed, {
         "limits": found,
         "results": results,
