@@ -94,9 +94,10 @@ def decode_programs(every: bool) -> dict[str, Program]:
         )
     }
     for matrix, columns in COLUMNS.items():
-        for pairwise, tile in zip((True, False), tiles[matrix], strict=True):
-            chosen = [tile, *(more[matrix][not pairwise] if every else ())]
-            for name, one in ((n, t) for n in TYPES for t in chosen):
+        for pairwise in (True, False):
+            chosen = list(dict.fromkeys(tiles[matrix][:2] if pairwise else tiles[matrix][2:]))
+            wanted = [*chosen, *(more[matrix][not pairwise] if every else ())]
+            for name, one in ((n, t) for n in TYPES for t in wanted):
                 if TYPES[name] not in decode.EXPERT_DECODE_TYPES:
                     continue
                 options = one.of(TYPES[name]).options()
@@ -114,10 +115,8 @@ def decode_programs(every: bool) -> dict[str, Program]:
                     types |= {"weights_ptr": "*fp32", "out_ptr": "*bf16" if pairwise else "*fp32"}
                     constants["LOOPS"] = one.loops
                 way = "pairs" if pairwise else "expert"
-                label = "" if one is tile else " " + "/".join(map(str, one))
-                found[f"{matrix} {name} {way}{label}"] = program(
-                    kernel, constants, types, aligned, **compiler
-                )
+                label = f"{matrix} {name} {way} {'/'.join(map(str, one))}"
+                found[label] = program(kernel, constants, types, aligned, **compiler)
     return found
 
 

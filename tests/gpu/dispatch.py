@@ -333,36 +333,39 @@ def short_batches_go_to_the_faster_kernel() -> None:
         assert layer(tokens, **sizes) == wanted, (tokens, sizes, CALLS)
 
 
-def switch(value: str | None) -> bool:
-    """Whether the plugin would compute few tokens in two launches with the variable set so."""
-    name = "VLLM_GGUF_EXPERT_DECODE"
-    before = os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
-    spec = importlib.util.find_spec("vllm_gguf_plugin.triton.fused_moe.expert_decode")
-    assert spec is not None, "there are no such kernels"
-    assert spec.loader is not None
-    fresh = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fresh)
-    os.environ.pop(name, None)
-    if before is not None:
-        os.environ[name] = before
-    return bool(fresh.EXPERT_DECODE)
-
-
-def few_tokens_go_to_the_decode_kernels_if_asked() -> None:
-    """Types, sizes and activations that they take; without the variable as if they were not."""
-    assert [switch(value) for value in (None, "", "0", "1")] == [False, False, False, True]
+def few_tokens_go_to_the_decode_kernels() -> None:
+    """Types, sizes and activations that they take, and what VLLM_GGUF_EXPERT_DECODE says."""
+    assert "decode" in MODULES, "there are no such kernels"
+    decode = MODULES["decode"]
+    faster = {Q4_K, Q5_K}
+    for setting, wanted in (
+        (None, faster),
+        ("", faster),
+        ("0", set()),
+        ("1", faster),
+        ("2", {Q4_K, Q5_K, Q6_K, Q8_0}),
+    ):
+        assert decode.taken_types(setting) == wanted, setting
+    refused = ""
+    try:
+        decode.taken_types("yes")
+    except ValueError as error:
+        refused = str(error)
+    assert "wanted 0, 1 or 2" in refused
     bf16 = {"dtype": torch.bfloat16}
-    taken = [
-        (1, {**bf16, "types": (Q4_K, Q6_K)}),
-        (64, {**bf16, "types": (Q8_0, Q5_K)}),
-    ]
-    usual = [["vec", "vec"], ["tiled", "tiled"]]
-    for on, wanted in ((False, usual), (True, [["decode"], ["decode"]])):
-        MODULES["decode"].EXPERT_DECODE = on
-        for (tokens, how), calls in zip(taken, wanted, strict=True):
-            assert layer(tokens, **how) == calls, (on, tokens, CALLS)
+    others = {**bf16, "types": (Q4_K, Q6_K)}
+    before = decode.TAKEN_TYPES
+    for setting, tokens, how, wanted in (
+        ("0", 1, bf16, ["vec", "vec"]),
+        ("0", 64, bf16, ["tiled", "tiled"]),
+        ("1", 1, bf16, ["decode"]),
+        ("1", 64, bf16, ["decode"]),
+        ("1", 1, others, ["vec", "vec"]),
+        ("2", 1, others, ["decode"]),
+        ("2", 64, {**bf16, "types": (Q8_0, Q5_K)}, ["decode"]),
+    ):
+        decode.TAKEN_TYPES = decode.taken_types(setting)
+        assert layer(tokens, **how) == wanted, (setting, tokens, how, CALLS)
     for tokens, how in (
         (65, bf16),  # too many tokens
         (4, {}),  # float32
@@ -370,7 +373,7 @@ def few_tokens_go_to_the_decode_kernels_if_asked() -> None:
         (64, {**bf16, "experts": 16, "top_k": 9}),  # too many pairs of a token and an expert
     ):
         assert "decode" not in layer(tokens, **how), (tokens, how)
-    MODULES["decode"].EXPERT_DECODE = False
+    decode.TAKEN_TYPES = before
 
 
 class Late(TorchDispatchMode):
@@ -468,7 +471,7 @@ CHECKS = {  # by the patch that fails without
     "0013": [linear_layers_take_long_batches_there],
     "0014": [short_batches_go_to_the_faster_kernel],
     "0018": [large_copies_go_through_pinned_memory],
-    "0019": [few_tokens_go_to_the_decode_kernels_if_asked],
+    "0019": [few_tokens_go_to_the_decode_kernels],
     "0020": [the_attention_backend_is_there_to_be_chosen],
 }
 

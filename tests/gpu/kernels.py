@@ -219,7 +219,8 @@ def decode(
         out = whole()
     if not torch.equal(out, whole()):
         raise AssertionError("two calls with the same input differ")
-    act = module._gate_up(x, w1, ids, types[0], module.GATE_UP[not pairwise], pairwise)
+    tile = module.tile_for(module.GATE_UP, tokens)
+    act = module._gate_up(x, w1, ids, types[0], tile, pairwise)
     flat, worst = ids.flatten(), 0.0
     sums = torch.zeros(tokens, hidden, device="cuda")
     for e in flat.unique().tolist():
@@ -370,7 +371,7 @@ def cases(timed: bool) -> dict[str, tuple[Any, ...]]:
     c["vec IQ4_XS tp8-w2 8192"] = (moe, "vec", 23, "tp8-w2", 8192)
     c["vec IQ4_XS tp8-w13 8192"] = (moe, "vec", 23, "tp8-w13", 8192)
     for first, second, rank, tokens, kind in (
-        *(("Q4_K", "Q5_K", "tp8", tokens, "random") for tokens in (1, 3, 4, 5, 16, 33, 64)),
+        *(("Q4_K", "Q5_K", "tp8", tokens, "random") for tokens in (1, 3, 4, 5, 16, 17, 33, 64)),
         *(("Q4_K", "Q6_K", "tp8", tokens, "random") for tokens in (1, 64)),
         *(("Q5_K", "Q4_K", "tp8", tokens, "random") for tokens in (1, 64)),
         *(("Q6_K", "Q8_0", "tp8", tokens, "random") for tokens in (1, 64)),

@@ -7,7 +7,7 @@ Run it with the Python of a serving environment. One line for each number of tok
 (`pairs`: a program for a token and an expert; `expert`: for an expert with all its tokens) and tile
 (warps/rows/tokens/stages/loops/registers, `*`: the chosen one): milliseconds, TB/s of the bytes of
 the distinct experts, and the share of the copy bandwidth measured first. `stock` is the vector
-kernel, `patched` what the series takes without VLLM_GGUF_EXPERT_DECODE=1, sorting not included. At
+kernel, `patched` what the series takes with VLLM_GGUF_EXPERT_DECODE=0, sorting not included. At
 the end both matrices together, and the best tiles. Replays of CUDA graphs, median of five; the
 calls of a graph take different experts, so that no weights are left in the cache from one to the
 next. A tile whose result differs from that of the chosen one is WRONG, and the status is then 1; a
@@ -39,12 +39,21 @@ Times = dict[str, tuple[float, float]]  # milliseconds and share of the copy ban
 
 
 def tiles(decode: Any, matrix: str, pairwise: bool) -> list[Any]:
-    """The chosen tile, then the candidates."""
+    """The tiles that are chosen for some number of tokens, then the candidates."""
     chosen, more = {
         "gate_up": (decode.GATE_UP, decode.GATE_UP_CANDIDATES),
         "down": (decode.DOWN, decode.DOWN_CANDIDATES),
     }[matrix]
-    return [chosen[not pairwise], *more[not pairwise]]
+    found = [*(chosen[:2] if pairwise else chosen[2:]), *more[not pairwise]]
+    return list(dict.fromkeys(found))
+
+
+def chosen_tile(decode: Any, matrix: str, pairwise: bool, tokens: int) -> Any:
+    """The tile for a number of tokens; of the other way that with the most or fewest tokens."""
+    chosen = {"gate_up": decode.GATE_UP, "down": decode.DOWN}[matrix]
+    if pairwise != (tokens <= decode.PAIRWISE_TOKENS):
+        return chosen[1 if pairwise else 2]
+    return decode.tile_for(chosen, tokens)
 
 
 def label(tile: Tile, chosen: Tile) -> str:
@@ -206,7 +215,8 @@ def measure(
         for pairwise, way in WAYS.items():
             if (pairwise and tokens > PAIRS_UP_TO) or (not pairwise and tokens == 1):
                 continue
-            chosen, *more = tiles(layer.decode, matrix, pairwise)
+            chosen = chosen_tile(layer.decode, matrix, pairwise, tokens)
+            more = [tile for tile in tiles(layer.decode, matrix, pairwise) if tile != chosen]
             torch.manual_seed(1)
             known = layer.call(matrix, ways[0], pairwise, chosen)().float()
             for tile in (chosen, *more):
