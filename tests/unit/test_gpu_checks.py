@@ -210,3 +210,21 @@ def test_tuning_judges_the_chosen_tiles_only() -> None:
         "GOAL missed: share of the copy bandwidth, down, 64 tokens: 0.40, wanted 0.5",
     ]
     assert tune.goals({1: {"gate_up": {}, "down": {}}}, 4) == []
+
+
+def test_true_sizes_tells_a_check_as_soon_as_it_can() -> None:
+    long = [-4.0, -5.0, -6.0] * 3000
+    served = {str(true_sizes.LONG): [long[: true_sizes.LONG - 1]]}
+    served |= {str(n): [long[: n - 1]] for n in true_sizes.PREFIXES}
+    load = {"seconds": 5.0, "build": 1.0, "from disk": 0.0}
+    texts = {"tokens": [[1]], "leads": [[1.0]], "graphs": 3}
+    read = {"bytes": 18e9, "seconds": 9.0, "from disk": 18e9}
+    warm = {**served, **texts, "load": load}
+    cold = {**texts, "load": {**load, "seconds": 10.0, "from disk": 18e9}}
+    assert not true_sizes.judged({"warm": [], "cold": [], "read": [read]})
+    assert set(true_sizes.judged({"warm": [warm], "cold": [], "read": [read]})) == {"prefixes"}
+    half = true_sizes.judged({"warm": [warm], "cold": [cold], "read": [read] * 2})
+    assert set(half) == {"prefixes", "warm", "graphs"}
+    whole = true_sizes.judged({"warm": [warm], "cold": [cold], "read": [read] * 3})
+    assert set(whole) == {"prefixes", "warm", "graphs", "cold"}
+    assert all(passed for passed, _ in whole.values())
