@@ -15,7 +15,8 @@ class StandIn:
     """A program that answers by the first words of its arguments.
 
     ``answers`` maps a prefix of the arguments, joined by blanks, to exit status, stdout and stderr;
-    the longest prefix that fits wins, and a call that none fits fails with 125.
+    the longest prefix that fits wins, and a call that none fits fails with 125. With the argument
+    ``-`` it reads its input to the end, so that no program before it in a pipe is cut off.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -27,6 +28,7 @@ class StandIn:
             "import json, sys\n"
             f"with open({str(self.calls_file)!r}, 'a') as calls:\n"
             "    print(json.dumps(sys.argv[1:]), file=calls)\n"
+            "if '-' in sys.argv: sys.stdin.buffer.read()\n"
             f"answers = json.load(open({str(self.answers_file)!r}))\n"
             "said = ' '.join(sys.argv[1:])\n"
             "fits = [key for key in answers if said.startswith(key)]\n"
