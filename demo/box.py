@@ -158,6 +158,9 @@ def ensure(podman: Podman, wanted: Spec, console: Console) -> str:
     if found is not None:
         require_ours(name, found)
     action = decide(found, wanted)
+    if action == "keep" and podman.inside(name, "true").code != 0:
+        # its processes are gone, podman has not noticed, and will not start it again
+        action = "recreate"
     if action == "keep":
         return action
     with console.step(f"{action} the system container {name}"):

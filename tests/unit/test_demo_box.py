@@ -34,7 +34,10 @@ def verbs(stand_in: StandIn) -> list[str]:
     return [call[0] for call in stand_in.calls() if call[:1] not in (["container"], ["exec"])]
 
 
-RUNNING = {"exec gpubox-demo systemctl": (0, "running\n", "")}
+RUNNING = {
+    "exec gpubox-demo systemctl": (0, "running\n", ""),
+    "exec gpubox-demo true": (0, "", ""),
+}
 WORKS = {"create": (0, "id\n", ""), "start": (0, "\n", ""), "rm": (0, "\n", ""), **RUNNING}
 
 
@@ -52,6 +55,14 @@ def test_a_missing_box_is_created_and_booted(podman: StandIn) -> None:
 def test_a_running_box_is_kept_as_it_is(podman: StandIn) -> None:
     assert ensure(podman, container("running")) == "keep"
     assert verbs(podman) == []
+
+
+def test_a_box_whose_processes_are_gone_is_made_anew(podman: StandIn) -> None:
+    gone = (255, "", "runc: exec failed: cannot exec in a stopped container")
+    known = (0, json.dumps([container("running")]), "")
+    podman.answer({"container inspect": known, **WORKS, "exec gpubox-demo true": gone})
+    assert box.ensure(Podman({}), WANTED, Console()) == "recreate"
+    assert verbs(podman) == ["rm", "create", "start"]
 
 
 @pytest.mark.parametrize("status", ["exited", "created"])
