@@ -24,9 +24,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import gguf
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+try:
+    import gguf
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ModuleNotFoundError as missing:
+    raise SystemExit(
+        f"{missing.name} is not installed in this environment: nothing was checked; "
+        "wanted: the Python of a release, /opt/gpubox/environments/DIGEST/venv/bin/python"
+    ) from missing
 
 PLUGIN, PLUGIN_CPU = "vllm-gguf-plugin-0.0.5", "vllm-gguf-plugin-0.0.5-cpu"
 Q8_0, Q4_K, Q5_K, Q6_K, IQ4_XS = 8, 12, 13, 14, 23

@@ -11,6 +11,7 @@ read begins; memory that nobody wrote is NaN. One line a case, and exit status 1
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import ctypes
 import mmap
@@ -122,7 +123,9 @@ def run(folder: str, case: tuple[str, str, int, int, int, str, str]) -> tuple[fl
 
 def main() -> int:
     """Run the cases side by side; see the module's docstring."""
-    folder = plugin_folder(sys.argv[1] if len(sys.argv) > 1 else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("folder", nargs="?", help="of vllm_gguf_plugin (default: the installed)")
+    folder = plugin_folder(parser.parse_args().folder)
     failed = 0
     fresh = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=fresh) as pool:

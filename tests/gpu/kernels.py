@@ -65,7 +65,10 @@ def plugin_folder(given: str | None) -> str:
         return given
     spec = importlib.util.find_spec("vllm_gguf_plugin")
     if spec is None or spec.origin is None:
-        raise SystemExit("vllm-gguf-plugin is not installed in this environment")
+        raise SystemExit(
+            "vllm-gguf-plugin is not installed in this environment: nothing was checked; "
+            "wanted: the Python of a release, /opt/gpubox/environments/DIGEST/venv/bin/python"
+        )
     return str(Path(spec.origin).parent)
 
 

@@ -13,6 +13,7 @@ status 1 when one differs.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import types
 from dataclasses import dataclass
@@ -181,8 +182,12 @@ def choose(case: Case, dtype: str, kv_cache_dtype: str) -> str:
 
 def main() -> int:
     """Choose for every case."""
-    folder, dtype, kv_cache_dtype = sys.argv[1:]
-    sys.path.insert(0, folder)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("folder", help="with the production stack's vLLM")
+    parser.add_argument("dtype", help="that the stack serves with: bfloat16")
+    parser.add_argument("kv_cache_dtype", help="that the stack serves with: fp8")
+    arguments = parser.parse_args()
+    sys.path.insert(0, arguments.folder)
     sys.meta_path.insert(0, _CompiledLibraryStandIns())
     import vllm
     import vllm_gguf_plugin
@@ -191,7 +196,7 @@ def main() -> int:
     failed = 0
     print(f"vllm {vllm.__version__}")
     for case in CASES:
-        chosen = choose(case, dtype, kv_cache_dtype)
+        chosen = choose(case, arguments.dtype, arguments.kv_cache_dtype)
         refused = " " in chosen
         passed = case.wanted in chosen if refused else case.wanted == chosen
         failed += not passed

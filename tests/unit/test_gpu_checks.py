@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -188,6 +189,24 @@ def test_without_a_gpu_it_is_said_that_nothing_was_checked(
     monkeypatch.setattr("sys.argv", [name])
     assert module.main() == 0
     assert "nothing was checked" in capsys.readouterr().out.lower()
+
+
+@pytest.mark.parametrize("name", ["compile", "dispatch", "interpret"])
+def test_without_the_plugin_it_is_said_that_nothing_was_checked(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", GPU / f"{name}.py"], capture_output=True, text=True
+    )  # -S: no packages, whatever is installed beside the tests
+    assert done.returncode == 1
+    assert "is not installed in this environment: nothing was checked" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["compile", "interpret", "selector"])
+def test_help_needs_neither_a_gpu_nor_the_plugin(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", GPU / f"{name}.py", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: ")
 
 
 def test_tuning_judges_the_chosen_tiles_only() -> None:
