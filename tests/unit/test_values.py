@@ -168,6 +168,8 @@ def test_options_of_the_server_that_cannot_be(options: dict[str, object], named:
     [
         ({"NCCL_P2P_LEVEL": "NODE"}, "one of: LOC, NVL, PIX, PXB, PHB, SYS"),
         ({"NCCL_P2P_DISABLE": True}, "one of: 0, 1"),
+        ({"VLLM_GGUF_EXPERT_DECODE": 3}, "one of: 0, 1, 2"),
+        ({"VLLM_GGUF_EXPERT_DECODE": "off"}, "one of: 0, 1, 2"),
         ({"A B": "x"}, "correct the name"),
         ({"VLLM_API_KEY": "hunter2"}, "no secret"),
         ({"HF_TOKEN": "hunter2"}, "no secret"),
@@ -189,7 +191,8 @@ def test_odd_but_good_options_and_variables_pass() -> None:
     odd = '50% $HOME "quoted" {"a": 1} größe'
     options = {"chat_template": odd, "enforce-eager": True}
     assert value_faults({"serving_options": options}, []) == []
-    assert value_faults({"serving_environment": {"NOTE": odd, "OMP_NUM_THREADS": 2}}, []) == []
+    variables = {"NOTE": odd, "OMP_NUM_THREADS": 2, "VLLM_GGUF_EXPERT_DECODE": 0}
+    assert value_faults({"serving_environment": variables}, []) == []
 
 
 def test_an_answer_needs_room_in_the_context() -> None:

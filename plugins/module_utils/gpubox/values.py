@@ -78,10 +78,12 @@ _OWNED_VARIABLES = {
 }
 
 
-# what NCCL reads; NODE is a word of nvidia-smi's topology and none of NCCL's (field report V1)
-_NCCL_VARIABLES = {
+# what is read of a variable; NODE is a word of nvidia-smi's topology and none of NCCL's (field
+# report V1), with another VLLM_GGUF_EXPERT_DECODE the server does not start (patch 0019)
+_VARIABLE_WORDS = {
     "NCCL_P2P_DISABLE": ("0", "1"),
     "NCCL_P2P_LEVEL": ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS"),
+    "VLLM_GGUF_EXPERT_DECODE": ("0", "1", "2"),
 }
 
 
@@ -318,8 +320,8 @@ def _environment_faults(variables: Mapping[object, object]) -> Iterator[tuple[st
             yield what, "no name of gpubox's own", "leave it out"
         elif name in _OWNED_VARIABLES:
             yield what, "the server that was planned", _OWNED_VARIABLES[str(name)]
-        elif str(value) not in _NCCL_VARIABLES.get(str(name), (str(value),)):
-            wanted = f"one of: {', '.join(_NCCL_VARIABLES[str(name)])}"
+        elif str(value) not in _VARIABLE_WORDS.get(str(name), (str(value),)):
+            wanted = f"one of: {', '.join(_VARIABLE_WORDS[str(name)])}"
             yield f"{what} with {str(value)!r}", wanted, "correct the value"
         elif is_secret(str(name)):
             yield (
