@@ -17,7 +17,7 @@ types of a Q4_K_XL file, serves it with the stack's own options and measures:
 
 Models: tp1-6, six layers as a single card holds them; rank-20, twenty layers with what one rank of
 eight holds of each (heads, inner sizes and vocabulary divided by eight), served as a model of its
-own: all-reduces apart, what each of eight cards does. Their heads have 8 attention heads, which
+own: all-reduces apart, what each of eight cards does. Its layers have 8 attention heads, which
 vLLM's kernels for Hopper pad to 64. The vocabulary of tp1-6 is 6/78 of GLM-5's, as its layers are.
 
 PASS or FAIL says whether every request was answered in full; the exit status is 1 when one was not.
