@@ -24,6 +24,8 @@ says so and ends with 0.
   foresees it, by construction. Then nearly every draft is accepted and the text is the one without
   speculation; with names or halves mixed up nearly none is.
 - mtp: the model itself with and without speculation; a text may part at a near-tie only.
+- experts: what is decoded with the expert kernels for few tokens is what is decoded without; a text
+  may part at a near-tie only.
 - graphs, mtp graphs, drafts graphs: what is decoded in CUDA graphs, 16 texts at once and fewer
   toward their ends, is what is decoded without; graphs were captured.
 """
@@ -70,6 +72,7 @@ ENGINES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "model+mtp": ("model", (), MTP),
     "model+graphs": ("model", (), GRAPHS),
     "model+mtp+graphs": ("model", (), {**MTP, **GRAPHS}),
+    "model+usual experts": ("model", (), {}),
     "model+fp8": ("model", ("sparse",), {"kv_cache_dtype": "fp8"}),
     "model+triton": ("model", ("sparse",), TRITON),
     "model+triton+fp8": ("model", ("sparse",), {**TRITON, **PACKED}),
@@ -79,6 +82,8 @@ ENGINES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "foreseeing+mtp+graphs": ("foreseeing", (), {**MTP, **GRAPHS}),
     **{kind: (kind, ("golden",), {}) for kind in TYPES},
 }
+
+VARIABLES = {"model+usual experts": {"VLLM_GGUF_EXPERT_DECODE": "0"}}  # of an engine
 
 
 def texts(name: str) -> list[list[int]]:
@@ -330,6 +335,7 @@ def judged(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
             passed, line = judge_forced(check, key, results[part], wanted)
         lines.append((check, passed, line))
     for check, plain, other in (
+        ("experts", "model+usual experts", "model"),
         ("mtp", "model", "model+mtp"),
         ("drafts", "foreseeing", "foreseeing+mtp"),
         ("graphs", "model", "model+graphs"),
@@ -345,14 +351,17 @@ def judged(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
     return lines
 
 
-def run(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start one part; what it prints goes to ``log``."""
+def run(
+    command: list[str], log: Path, variables: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start one part with more environment variables; what it prints goes to ``log``."""
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled first
+        **(variables or {}),
     }
     with log.open("w") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
@@ -398,7 +407,7 @@ def main() -> int:
         for part in ("reference", *(arguments.engines or ENGINES)):
             command = [sys.executable, __file__, "--part", part, "--out", str(work)]
             command += ["--options", arguments.options]
-            running[part] = run(command, work / f"{part}.log")
+            running[part] = run(command, work / f"{part}.log", VARIABLES.get(part))
             if arguments.cpu:
                 running[part].wait()
         for part, process in running.items():

@@ -104,7 +104,7 @@ def test_no_graph_at_all_is_a_failure() -> None:
 
 def test_every_check_fails_when_no_engine_answers() -> None:
     lines = serving.judged({})
-    assert len({check for check, _, _ in lines}) == len(lines) == 16
+    assert len({check for check, _, _ in lines}) == len(lines) == 17
     assert not any(passed for _, passed, _ in lines)
 
 
