@@ -352,7 +352,9 @@ class Load:
 
         async def beside(connections: list[clients.Connection]) -> None:
             until = time.monotonic() + ANSWER
-            while time.monotonic() < until and any(c.events < 4 for c in connections):
+            while time.monotonic() < until and any(
+                c.events < 4 and not c.closed.done() for c in connections
+            ):
                 await asyncio.sleep(0.005)
             faults.append(await asyncio.to_thread(post, self.port, "/start_profile", start))
 
@@ -420,20 +422,26 @@ def measure(
 
 
 def profiled(
-    load: Load, found: dict[str, Any], traces: Path, counts: Sequence[int], prompts: Sequence[int]
+    load: Load,
+    found: dict[str, Any],
+    traces: Path,
+    counts: Sequence[int],
+    prompts: Sequence[int],
+    cpu: bool,
 ) -> None:
     """Profiles of decode (1 and 64 clients) and of the longest prompt, into ``found``."""
+    before = set(traces.glob("*"))  # --out is kept: what is there is of another run
     wanted = [(f"decode-{count}", count, 0) for count in counts if count in (1, MANY)]
     wanted += [(f"prefill-{tokens}", 1, tokens) for tokens in list(prompts)[-1:]]
     for name, count, prompt in wanted:
         fault = load.profile(name, count, prompt)
-        paths = sorted(traces.glob(f"{name}_*.pt.trace.json*"))
+        paths = sorted(set(traces.glob(f"{name}_*.pt.trace.json*")) - before)
         try:
             if fault or not paths:
                 raise RuntimeError(fault or f"no trace in {traces}")
             events = kineto.load(paths[-1])
             steps = kineto.steps(events)
-            if not any(step.work for step in steps):
+            if cpu and not any(step.work for step in steps):
                 steps = kineto.steps(events, ("cpu_op",))  # nested, so counted more than once
             if (lost := kineto.unassigned(events, steps)) > LOST:
                 print(f"{name}: {lost:.0%} of the card's time in the trace belongs to no step")
@@ -452,6 +460,16 @@ def share(least: float, took: float) -> str:
     return f"{least / took:6.1%}" if took else "     -"
 
 
+def known(number: float, form: str) -> str:
+    """A number, or - for what was not measured."""
+    return format(number, form) if number else "-"
+
+
+def together(rows: Sequence[dict[str, float]]) -> float:
+    """Median tokens/s of the rounds in which all clients decoded at once, 0 without one."""
+    return median([row["total"] for row in rows if row["total"]] or [0.0])
+
+
 def decode_lines(
     server: str, rounds: dict[int, list[dict[str, Any]]], found: dict[str, Any], profiles: Any
 ) -> list[str]:
@@ -461,18 +479,18 @@ def decode_lines(
         if not rows:
             lines.append(f"{server:<6}{count:>8}  no round was answered in full")
             continue
-        total = median(row["total"] for row in rows)
+        total = together(rows)
         least = found["decode"][count]["ms"]
         step = count / total * 1e3 if total else 0.0
         profile = profiles.get(f"decode-{count}")
         busy = (
             f"{profile.busy:8.3f} {share(least, profile.busy)}" if profile else f"{'-':>8} {'-':>6}"
         )
-        each = ", ".join(f"{row['total']:.0f}" for row in rows)
-        ttft = median(row["ttft"] for row in rows)
+        each = ", ".join(known(row["total"], ".0f") for row in rows)
+        ttft, tpot = (median(row[key] for row in rows) for key in ("ttft", "tpot"))
         lines.append(
-            f"{server:<6}{count:>8}{total:>10.1f}{total / count:>9.1f}"
-            f"{median(row['tpot'] for row in rows):>9.3f}{least:>9.3f} {share(least, step)} {busy}"
+            f"{server:<6}{count:>8}{known(total, '.1f'):>10}{known(total / count, '.1f'):>9}"
+            f"{known(tpot, '.3f'):>9}{least:>9.3f} {share(least, step)} {busy}"
             f"{median(row['whole'] for row in rows):>10.1f}{ttft:>9.1f}  {each}"
         )
     return lines
@@ -506,8 +524,7 @@ def goals(results: dict[str, Any], found: dict[str, Any], profiles: Any) -> list
     """A line for each goal whose numbers are there; ``results``: by server."""
 
     def total(server: str, count: int) -> float:
-        rows = results.get(server, {}).get("decode", {}).get(count) or []
-        return median(row["total"] for row in rows) if rows else 0.0
+        return together(results.get(server, {}).get("decode", {}).get(count) or [])
 
     lines = []
 
@@ -519,8 +536,8 @@ def goals(results: dict[str, Any], found: dict[str, Any], profiles: Any) -> list
         least = found["decode"][1]["ms"]
         part = least * one / 1e3
         measured = f"{part:.1%} of the bandwidth limit"
-        if "decode-1" in profiles:
-            measured += f", {least / profiles['decode-1'].busy:.1%} while the card is busy"
+        if "decode-1" in profiles and (busy := profiles["decode-1"].busy):
+            measured += f", {least / busy:.1%} while the card is busy"
         say(part >= WANTED_SHARE, "one stream", measured, f"{WANTED_SHARE:.0%}")
     if one and many:
         gain = many / one
@@ -613,7 +630,7 @@ def bench(
                 results["vllm"] = {"decode": {}, "prefill": {}}
                 measure(load, results["vllm"], *wanted, arguments.cpu)
                 if arguments.profile:
-                    profiled(load, profiles, traces, *wanted)
+                    profiled(load, profiles, traces, *wanted, arguments.cpu)
         except (RuntimeError, OSError) as error:
             fault.append(str(error)[:600])
         failed += not judge("vllm", name, load, fault)
@@ -655,25 +672,35 @@ def parts(arguments: argparse.Namespace, work: Path, out: Path) -> dict[str, Any
     for part in ("card", *arguments.model):
         command = [sys.executable, str(Path(__file__).resolve()), "--part", part]
         running[part] = serving.run([*command, "--work", str(work)], out / f"{part}.log")
-    for part, process in running.items():
-        try:
-            code: Any = process.wait(timeout=max(1.0, arguments.until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            code = "no answer in time"
-        if code != 0:
-            for other in running.values():
-                other.kill()
-            print(f"FAIL {part} {code}: {serving.last_error(out / f'{part}.log')}")
-            return None
+    try:
+        for part, process in running.items():
+            try:
+                code: Any = process.wait(timeout=max(1.0, arguments.until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                code = "no answer in time"
+            if code != 0:
+                print(f"FAIL {part} {code}: {serving.last_error(out / f'{part}.log')}")
+                return None
+    finally:  # also when this program is told to end
+        for process in running.values():
+            process.kill()
+            process.wait()
     return dict(json.loads((work / "card.json").read_text()))
+
+
+def positive(text: str) -> int:
+    """A number of clients or tokens."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
 
 
 def main() -> int:
     """Write, serve, measure and print; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", nargs="+", help="tp1-LAYERS or rank-LAYERS (tp1-6 rank-20)")
-    parser.add_argument("--clients", type=int, nargs="*", help="(1 8 64 256)")
-    parser.add_argument("--prompts", type=int, nargs="*", help="tokens (512 8192)")
+    parser.add_argument("--clients", type=positive, nargs="*", help="(1 8 64 256)")
+    parser.add_argument("--prompts", type=positive, nargs="*", help="tokens (512 8192)")
     parser.add_argument("--profile", action="store_true", help="also which kernels take how long")
     parser.add_argument("--llama-server", help="program to compare with")
     parser.add_argument("--no-vllm", action="store_true", help="only the program to compare with")
@@ -703,7 +730,8 @@ def main() -> int:
         arguments.clients = [1, 4] if arguments.cpu else [1, 8, 64, 256]
     if arguments.prompts is None:
         arguments.prompts = [64, 512] if arguments.cpu else [512, 8192]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the servers are ended, too
+        signal.signal(number, lambda *caught: sys.exit(128 + caught[0]))
     failed, everything = 0, {}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
         work = (arguments.work or Path(temporary)).resolve()

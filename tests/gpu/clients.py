@@ -105,12 +105,20 @@ def read_answer(begun: float, reads: Sequence[Read]) -> Answer:
         try:
             event = json.loads(text[5:])
         except ValueError:
-            answer.error = f"an event that is no JSON: {text[:200].decode('utf-8', 'replace')}"
+            event = None
+        if not isinstance(event, dict):
+            answer.error = (
+                f"an event that is no JSON object: {text[:200].decode('utf-8', 'replace')}"
+            )
             return answer
         if "error" in event:
             answer.error = str(event["error"])[:300]
             return answer
-        count, total = _tokens(event)
+        try:
+            count, total = _tokens(event)
+        except (AttributeError, TypeError) as fault:
+            answer.error = f"an event of another form ({fault}): {text[:200]!r}"
+            return answer
         answer.tokens = total or answer.tokens
         last = min(position, len(body)) - 1
         chunk = bisect.bisect_right(starts, last) - 1

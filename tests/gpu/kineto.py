@@ -12,6 +12,7 @@ import bisect
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,10 +59,20 @@ class Profile:
 
 
 def load(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace."""
+    """The events of a trace.
+
+    Raises:
+        ValueError: it is no trace, or only a part of one.
+    """
     data = path.read_bytes()
-    found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    return list(found["traceEvents"] if isinstance(found, dict) else found)
+    try:
+        found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as fault:
+        raise ValueError(f"{path.name}: {fault}") from fault
+    events = found.get("traceEvents") if isinstance(found, dict) else found
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError(f"{path.name} has no list of events")
+    return events
 
 
 def short(event: dict[str, Any]) -> str:

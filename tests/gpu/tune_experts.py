@@ -239,8 +239,8 @@ def of_chosen(times: Times, way: str) -> tuple[float, float] | None:
 
 
 def summary(found: dict[str, Times], way: str) -> str:
-    """Milliseconds of both matrices, and the best tiles."""
-    total = dict.fromkeys(("stock", "patched", "chosen", "best"), 0.0)
+    """Milliseconds of both matrices, - where one was not timed, and the best tiles."""
+    total: dict[str, list[float]] = {key: [] for key in ("stock", "patched", "chosen", "best")}
     names = []
     for times in found.values():
         ours = {name: t for name, t in times.items() if name not in ("stock", "patched")}
@@ -251,8 +251,10 @@ def summary(found: dict[str, Times], way: str) -> str:
             ("chosen", of_chosen(times, way)),
             ("best", ours.get(names[-1])),
         ):
-            total[key] += one[0] if one else 0.0
-    numbers = " ".join(f"{ms:8.4f}" for ms in total.values())
+            total[key] += [one[0]] if one else []
+    numbers = " ".join(
+        f"{sum(ms):8.4f}" if len(ms) == len(found) else f"{'-':>8}" for ms in total.values()
+    )
     return f"{numbers}  gate/up {names[0]}, down {names[1]}"
 
 

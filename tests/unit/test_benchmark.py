@@ -161,6 +161,10 @@ def test_tokens_that_come_together_or_late_are_all_counted() -> None:
         (chunked({"message": "too long"}, status="400 Bad Request"), "400"),
         (chunked({"error": {"message": "the engine died"}}), "the engine died"),
         (chunked("{"), "no JSON"),
+        (chunked("5"), "no JSON object"),
+        (chunked('"error"'), "no JSON object"),
+        (chunked({"choices": [None]}), "another form"),
+        (chunked({"usage": [1]}), "another form"),
         (chunked("[DONE]"), "no token"),
     ],
 )
@@ -350,6 +354,59 @@ def test_work_belongs_to_the_step_that_launched_it(tmp_path: Path) -> None:
     assert "61.5%" in lines[1]
 
 
+def packed(events: object) -> bytes:
+    return gzip.compress(json.dumps({"traceEvents": events}).encode())
+
+
+@pytest.mark.parametrize(
+    ("stored", "said_"),
+    [
+        (packed(trace(6, 64))[:-500], "end-of-stream marker"),  # cut off
+        (packed(trace(6, 64))[:60] + b"x" * 900, "rank0.2.pt.trace.json.gz"),  # not gzip any more
+        (b"{}", "Not a gzipped file"),
+        (packed(None), "no list of events"),
+        (packed([5]), "no list of events"),
+        (packed([]), "no step of it"),
+        # no kernel was recorded: what ran on the host is not the card's time
+        (packed([e for e in trace(6, 64) if e.get("cat") in ("user_annotation", "cpu_op")]), "no "),
+        (b"", "no trace in"),  # of this run: rank0.1 is an older one
+    ],
+    ids=["cut off", "broken", "plain", "nothing", "numbers", "empty", "no kernels", "an older one"],
+)
+def test_a_trace_that_says_nothing_is_no_profile(
+    stored: bytes,
+    said_: str,
+    tmp_path: Path,
+    server: tuple[int, type[StandIn]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "decode-64_rank0.1.pt.trace.json.gz").write_bytes(packed(trace(6, 64)))
+
+    class Profiling(benchmark.Load):  # type: ignore[misc, name-defined]
+        def profile(self, name: str, *_: Any) -> str:
+            if stored:
+                (tmp_path / f"{name}_rank0.2.pt.trace.json.gz").write_bytes(stored)
+            return ""
+
+    found: dict[str, Any] = {}
+    benchmark.profiled(Profiling(server[0], False, 512), found, tmp_path, [64], [], False)
+    assert found == {}
+    told = capsys.readouterr().out
+    assert told.startswith("decode-64: no profile: ")
+    assert said_ in told
+
+
+def test_a_trace_of_this_run_is_taken(tmp_path: Path, server: tuple[int, type[StandIn]]) -> None:
+    class Profiling(benchmark.Load):  # type: ignore[misc, name-defined]
+        def profile(self, name: str, *_: Any) -> str:
+            (tmp_path / f"{name}_rank0.2.pt.trace.json.gz").write_bytes(packed(trace(6, 64)))
+            return ""
+
+    found: dict[str, Any] = {}
+    benchmark.profiled(Profiling(server[0], False, 512), found, tmp_path, [64], [], False)
+    assert found["decode-64"].busy == pytest.approx(0.55)
+
+
 def test_other_steps_are_left_out() -> None:
     assert kineto.decoding(kineto.steps(trace(6, 64)), 63) == []
     assert kineto.prefilling(kineto.steps(trace(6, 64))) == []
@@ -432,6 +489,10 @@ def test_goals_are_met_or_missed() -> None:
     assert said(599, 5989, 600) == ["GOAL missed"] * 3
     assert said(100, 1001, 99, busy=1.2) == ["GOAL missed", "GOAL met", "GOAL met"]
     assert benchmark.goals({}, {}, {}) == []
+    results = {"vllm": {"decode": {1: rounds(600)}}}
+    profiles = {"decode-1": kineto.Profile(1, 0.0, 0.0, {}, {})}  # kernels without a duration
+    (line,) = benchmark.goals(results, {"decode": {1: {"ms": 1.0}}}, profiles)
+    assert line == "GOAL met: one stream: 60.0% of the bandwidth limit; wanted 60%"
     assert said(100, 1001, 0)[2] == "GOAL unknown"
 
 
@@ -454,6 +515,15 @@ def test_lines_show_shares() -> None:
     assert "50.0%" in line
     (line,) = benchmark.decode_lines("vllm", {8: []}, found, {})
     assert "no round" in line
+
+
+def test_a_round_in_which_clients_waited_for_each_other_has_no_rate() -> None:
+    found = {"decode": {8: {"ms": 1.0}}}
+    (line,) = benchmark.decode_lines("vllm", {8: rounds(0, 0, 0)}, found, {})
+    assert line.split()[:4] == ["vllm", "8", "-", "-"]
+    assert line.endswith("  -, -, -")
+    (line,) = benchmark.decode_lines("vllm", {8: rounds(0, 0, 4000)}, found, {})
+    assert line.split()[2] == "4000.0"
 
 
 def test_the_server_is_started_as_the_stack_starts_it() -> None:
@@ -488,14 +558,15 @@ def test_a_server_that_ends_is_told_with_its_first_error_and_leaves_nothing(tmp_
         benchmark.served([sys.executable, "-c", program], 1, log, {}, 20),
     ):
         pass
-    sleeping = "import subprocess, sys; subprocess.run(['sleep', '300'])"
+    seconds = f"300.{time.time_ns()}"  # that no other program sleeps
+    sleeping = f"import subprocess, sys; subprocess.run(['sleep', '{seconds}'])"
     with (
         pytest.raises(RuntimeError, match="not ready after"),
         benchmark.served([sys.executable, "-c", sleeping], 1, log, {}, 1),
     ):
         pass
     assert not any(
-        line.split(b"\0")[:2] == [b"sleep", b"300"]
+        line.split(b"\0")[:2] == [b"sleep", seconds.encode()]
         for path in Path("/proc").glob("[0-9]*/cmdline")
         for line in [_cmdline(path)]
     )
@@ -549,6 +620,40 @@ def test_what_cannot_be_written_ends_the_run_and_is_told(
     monkeypatch.setattr("sys.argv", [*argv, "--out", str(tmp_path)])
     assert benchmark.main() == 1
     assert capsys.readouterr().out == "FAIL rank-2 1: OSError: no space left\n"
+
+
+def test_what_writes_the_models_ends_with_the_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Told to end, for one by a limit around it, it leaves nobody who writes on."""
+    running = []
+
+    def run(*_: Any) -> Any:
+        running.append(subprocess.Popen(["sleep", "30"]))
+        return running[-1]
+
+    def told(*_: Any) -> Any:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(benchmark.serving, "run", run)
+    monkeypatch.setattr(benchmark.time, "monotonic", told)
+    arguments = argparse.Namespace(model=["tiny"], until=0.0)
+    with pytest.raises(SystemExit):
+        benchmark.parts(arguments, tmp_path, tmp_path)
+    left = [process.poll() is None for process in running]
+    for process in running:
+        process.kill()
+    assert left == [False, False]
+
+
+@pytest.mark.parametrize("option", ["--clients", "--prompts"])
+def test_no_clients_and_no_tokens_are_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmark", "--cpu", option, "8", "0"])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "invalid positive value: '0'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["rank-1", "tp8-6", "tp1-80", "tp1-06"])

@@ -217,9 +217,11 @@ def test_tuning_judges_the_chosen_tiles_only() -> None:
     assert tune.goals({1: found}, 4) == [
         "GOAL missed: times as fast as stock, 1 token: 2.00, wanted 3.0"
     ]
-    numbers = "0.0600 0.0000 0.0300 0.0110"
+    numbers = "0.0600 - 0.0300 0.0110"
     best = "gate/up pairs 4/16*, down expert 4/16*"
     assert " ".join(tune.summary(found, "pairs").split()) == f"{numbers} {best}"
+    half = {"gate_up": found["gate_up"], "down": {}}  # is not what both need
+    assert tune.summary(half, "pairs").split()[:4] == ["-"] * 4
     many = {
         "gate_up": {"expert 4/32*": (0.2, 0.6), "expert 8/32": (0.1, 0.9)},
         "down": {"expert 4/16*": (0.2, 0.4)},
