@@ -151,6 +151,7 @@ def test_every_fault_is_listed_at_once() -> None:
         ({"kv-cache-memory-bytes": 9}, "set gpu_memory_utilization instead"),
         ({"config": "/etc/vllm.yml"}, "into serving_options"),
         ({"nnodes": 2}, "cards of one box"),
+        ({"enable-expert-parallel": True}, "a part of each expert"),
         ({"tensor-parallel": 2}, "read as tensor_parallel_size"),
         ({"port": 9}, "serving_port"),
         ({"api-key": "hunter2"}, "no secret"),

@@ -52,6 +52,8 @@ _OWNED = {
 # Options that make another server of it than the one that was planned and checked, and why.
 _NOT_PLANNED = {
     "config": "write the options of that file into serving_options, where other checks see them",
+    "enable_expert_parallel": "leave it out: the GGUF plugin gives every rank a part of each "
+    "expert, and would compute with the wrong ones",
     "num_gpu_blocks_override": "leave it out: the KV cache is as large as the memory allows",
     **dict.fromkeys(
         (
