@@ -8,7 +8,7 @@ have 101,376 bytes of shared memory on an RTX PRO 6000 (compute capability 12.0)
 for both targets. One line a kernel, and exit status 1 when one does not fit. With --sass also what
 the assembler made of the expert kernels for few tokens: registers, bytes of the stack, and the
 instructions of the loop over the weights, for each weight and by kind. With --all also of the tiles
-that tests/gpu/tune_experts.py tries.
+that tests/gpu/tune_experts.py and tune_linear.py try.
 """
 
 from __future__ import annotations
@@ -74,6 +74,40 @@ def large_batch_programs() -> dict[str, Program]:
                 aligned,
                 num_warps=large_batch.LARGE_BATCH_NUM_WARPS,
                 num_stages=large_batch.LARGE_BATCH_NUM_STAGES,
+            )
+    return found
+
+
+def linear_programs(every: bool) -> dict[str, Program]:
+    """Linear layers, by type, tile and whether several programs share out the columns."""
+    from vllm_gguf_plugin.triton.gemm import tensor_cores as linear
+
+    chosen = [tile for _, tile in linear.TILES]
+    if every:
+        chosen += [linear.Tile(t.tokens, *rest) for t in chosen for rest in linear.CANDIDATES]
+    found = {
+        "linear sum": program(
+            linear.sum_kernel,
+            {"BLOCK": linear.SUM_BLOCK},
+            {"y_ptr": "*fp32", "out_ptr": "*bf16"},
+            [],
+            num_warps=4,
+        )
+    }
+    for name, quant_type in TYPES.items():
+        if quant_type not in linear.LARGE_BATCH_TYPES:
+            continue
+        aligned = ["n", "stride_xm", *(["stride_wn"] if name in ("Q4_K", "Q5_K") else [])]
+        for tile, shared in ((t, s) for t in dict.fromkeys(chosen) for s in (False, True)):
+            types = {"x_ptr": "*bf16", "w_ptr": "*u8", "y_ptr": "*fp32" if shared else "*bf16"}
+            label = f"linear {name} {'/'.join(map(str, tile))}{' shared' if shared else ''}"
+            found[label] = program(
+                linear.linear_kernel,
+                {"QTYPE": quant_type, "BLOCK_M": tile.tokens, "BLOCK_N": tile.rows},
+                types,
+                aligned,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
             )
     return found
 
@@ -162,7 +196,12 @@ def attention_programs() -> dict[str, Program]:
 
 def programs(every: bool) -> dict[str, Program]:
     """All of them by name."""
-    return {**large_batch_programs(), **decode_programs(every), **attention_programs()}
+    return {
+        **large_batch_programs(),
+        **linear_programs(every),
+        **decode_programs(every),
+        **attention_programs(),
+    }
 
 
 def tool(name: str, *arguments: str) -> str:

@@ -18,6 +18,8 @@ import os
 import sys
 import sysconfig
 import tempfile
+import threading
+import time
 import traceback
 import types
 from collections.abc import Callable
@@ -186,7 +188,7 @@ def use() -> None:
     ops.ggml_moe_get_block_size = lambda _: 4
     ops.moe_sum = lambda values, out: out.copy_(values.sum(dim=1))
     ops.ggml_mul_mat_vec_a8, ops.ggml_mul_mat_a8 = linear_kernel("vec"), linear_kernel("tiled")
-    linear.ggml_mul_mat_large_batch = linear_kernel("large")
+    linear.ggml_mul_mat_tensor_cores = linear_kernel("tensor cores")
     torch.ops._C_gguf.ggml_moe_a8 = in_blocks("tiled", 4)
     torch.ops._C_gguf.ggml_moe_a8_vec = vector
 
@@ -315,15 +317,159 @@ def long_batches_go_to_the_tensor_cores() -> None:
     assert [block_m(tokens * 8, 256) for tokens in (256, 8192)] == [32, 128]
 
 
-def linear_layers_take_long_batches_there() -> None:
-    """Linear layers: from 64 tokens on."""
-    w = blocks(Q4_K, 8, 256)
-    for tokens, kernel in ((2, "vec"), (63, "tiled"), (64, "large")):
-        x = torch.randn(tokens, 256)
+def linear_layers_go_to_the_tensor_cores() -> None:
+    """Linear layers: from 4 tokens on, for the types that are unpacked there."""
+    for quant_type, tokens, kernel in (
+        (Q4_K, 1, "vec"),
+        (Q4_K, 3, "vec"),
+        (Q4_K, 4, "tensor cores"),
+        (Q6_K, 64, "tensor cores"),
+        (Q8_0, 8192, "tensor cores"),
+        (IQ4_XS, 16, "vec"),
+    ):
+        w, x = blocks(quant_type, 8, 256), torch.randn(tokens, 256)
         CALLS.clear()
-        got = MODULES["linear"]._fused_mul_mat_gguf(gpu(x), w, Q4_K)
-        assert torch.equal(got, multiply(x, w, Q4_K))
-        assert [kernel] == CALLS, (tokens, CALLS)
+        got = MODULES["linear"]._fused_mul_mat_gguf(gpu(x), w, quant_type)
+        assert torch.equal(got, multiply(x, w, quant_type))
+        assert [kernel] == CALLS, (quant_type, tokens, CALLS)
+
+
+def columns_are_shared_out_to_fill_the_card() -> None:
+    """No column is left out or taken twice, and few programs go through long rows alone."""
+    assert importlib.util.find_spec("vllm_gguf_plugin.triton.gemm.tensor_cores"), "no kernels"
+    from vllm_gguf_plugin.triton.gemm import tensor_cores as kernels
+
+    for tokens in (1, 4, 8, 9, 16, 17, 33, 64, 65, 512, 8192):
+        tile = kernels.tile_for(tokens)
+        for rows in (1, 64, 512, 576, 6144, 19360):
+            for steps in (1, 2, 3, 4, 32, 96, 256):
+                shares = kernels.shares_of(tile, tokens, rows, steps, 132)
+                each = -(-steps // shares)
+                assert (shares - 1) * each < steps <= shares * each, (tokens, rows, steps, shares)
+                programs = -(-rows // tile.rows) * -(-tokens // tile.tokens)
+                if each > kernels.MIN_STEPS:
+                    assert 2 * shares * programs >= tile.programs * 132, (tokens, rows, steps)
+
+
+def shards_are_multiplied_where_they_lie() -> None:
+    """Those of a merged layer, of one type and of several; none is copied, whatever its size."""
+    from vllm.model_executor import parameter
+    from vllm_gguf_plugin import quantization
+    from vllm_gguf_plugin.quantization import fused_mul_mat_gguf, params
+    from vllm_gguf_plugin.quantization import linear as module
+
+    parameter.get_tensor_model_parallel_rank = lambda: 0
+    parameter.get_tensor_model_parallel_world_size = lambda: 1
+    method = module.GGUFLinearMethod(None)
+    for types_of in ((Q5_K, Q8_0), (Q6_K, Q4_K, Q8_0), (Q4_K, Q4_K), (Q8_0, Q8_0, Q8_0)):
+        names: list[Any] = ["q", "k", "v"][: len(types_of)] if len(types_of) == 3 else [0, 1]
+        shards = [blocks(kind, 3 + 2 * at, 256) for at, kind in enumerate(types_of)]
+        qweight = params.GGUFWeightParameter(
+            data=torch.empty(0, dtype=torch.uint8),
+            weight_loader=lambda *_: None,
+            input_dim=1,
+            output_dim=0,
+            tensor_shape=(sum(len(shard) for shard in shards), 256),
+        )
+        # loaded in another order than they are multiplied in
+        order = list(reversed(range(len(shards))))
+        qweight.data_container = [shards[at] for at in order]
+        qweight.shard_id = [names[at] for at in order]
+        qweight.shard_id_map = {names[at]: place for place, at in enumerate(order)}
+        layer = torch.nn.Module()
+        layer.register_parameter("qweight", qweight)
+        kinds = dict(zip(names, types_of, strict=True))
+        layer.qweight_type = types.SimpleNamespace(weight_type=types_of[0], shard_weight_type=kinds)
+        method._create_padded_weight_param(layer)
+        storage, taken = layer.qweight.untyped_storage().data_ptr(), []
+
+        def product(
+            x: torch.Tensor,
+            w: torch.Tensor,
+            kind: int,
+            taken: list[int] = taken,
+            begin: int = layer.qweight.data_ptr(),
+            several: bool = len(set(types_of)) > 1,
+        ) -> torch.Tensor:
+            assert w.is_contiguous()
+            assert not several or (w.data_ptr() - begin) % 256 == 0
+            taken.append(w.untyped_storage().data_ptr())
+            return multiply(x, w, kind)
+
+        quantization.fused_mul_mat_gguf = product
+        x = torch.randn(5, 256)
+        got = method.apply(layer, x)
+        quantization.fused_mul_mat_gguf = fused_mul_mat_gguf
+        known = [multiply(x, w, kind) for w, kind in zip(shards, types_of, strict=True)]
+        assert difference(got, torch.cat(known, 1)) < 1e-5, types_of
+        assert set(taken) == {storage}, f"{types_of}: a shard was copied"
+
+
+def the_file_is_read_ahead() -> None:
+    """Every byte once and in order, of several ranks by each a share, no further than allowed."""
+    assert importlib.util.find_spec("vllm_gguf_plugin.read_ahead"), "nothing reads ahead"
+    from vllm_gguf_plugin import read_ahead, weight_utils
+
+    read_ahead._PIECE, read_ahead._AHEAD = 1000, 4000
+    read_ahead.ReadAhead._cached = lambda *_: False
+    sizes = (300, 40_000, 8, 2_500)
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        for number, size in enumerate(sizes):
+            writer.add_tensor(f"tensor.{number}", torch.zeros(size // 4).numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        begins = [int(tensor.data_offset) for tensor in gguf.GGUFReader(path).tensors]
+        whole = sorted(
+            (begin + start, min(1000, size - start))
+            for begin, size in zip(begins, sizes, strict=True)
+            for start in range(0, size, 1000)
+        )
+        usual, rank_of = os.preadv, weight_utils._rank_of_ranks
+        seen: dict[int, list[tuple[int, int]]] = {}
+        for rank, ranks in ((0, 1), (0, 3), (1, 3), (2, 3)):
+            reads: list[tuple[int, int]] = []
+
+            def read(
+                file: int,
+                buffers: list[Any],
+                at: int,
+                *flags: int,
+                reads: list[tuple[int, int]] = reads,
+            ) -> int:
+                reads.append((at, len(buffers[0])))
+                return usual(file, buffers, at, *flags)
+
+            read_ahead.os = types.SimpleNamespace(**{**vars(os), "preadv": read})
+            weight_utils._rank_of_ranks = lambda rank=rank, ranks=ranks: (rank, ranks)
+            threads = threading.active_count()
+            used = 0
+            weights = weight_utils.gguf_quant_weights_iterator_multi([path])
+            for size, _ in zip(sizes, weights, strict=False):
+                used += size
+                allowed = min(used + 4000, sum(sizes))
+                until = time.monotonic() + 10
+                # what is in use is read without more being asked for, and the next 4,000 bytes
+                while time.monotonic() < until and ranks == 1:
+                    if sum(length for _, length in reads) >= allowed:
+                        break
+                    time.sleep(0.002)
+                done = sum(length for _, length in reads)
+                assert done <= allowed + 1000, (rank, used, done)
+                assert ranks > 1 or done >= allowed, (used, done, "is not read ahead")
+            until = time.monotonic() + 10
+            while len(reads) < (len(whole) - rank + ranks - 1) // ranks:
+                assert time.monotonic() < until, (rank, ranks, len(reads), "pieces were read")
+                time.sleep(0.002)
+            next(weights, None)
+            assert threading.active_count() == threads, "a thread is left"
+            seen[ranks * 10 + rank] = sorted(reads)
+        read_ahead.os, weight_utils._rank_of_ranks = os, rank_of
+    assert seen[10] == whole
+    assert sorted(seen[30] + seen[31] + seen[32]) == whole
 
 
 def short_batches_go_to_the_faster_kernel() -> None:
@@ -474,11 +620,13 @@ CHECKS = {  # by the patch that fails without
     "0010": [experts_beyond_2_31_bytes_are_split, triton_kernels_get_64_bit_expert_ids],
     "0011": [vector_grid_is_not_exceeded],
     "0012": [long_batches_go_to_the_tensor_cores],
-    "0013": [linear_layers_take_long_batches_there],
+    "0013": [linear_layers_go_to_the_tensor_cores, columns_are_shared_out_to_fill_the_card],
     "0014": [short_batches_go_to_the_faster_kernel],
     "0018": [large_copies_go_through_pinned_memory],
     "0019": [few_tokens_go_to_the_decode_kernels],
     "0020": [the_attention_backend_is_there_to_be_chosen],
+    "0021": [the_file_is_read_ahead],
+    "0022": [shards_are_multiplied_where_they_lie],
 }
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute with the expert kernels for few tokens in Triton's interpreter, without a GPU.
+"""Compute with the kernels of linear layers, and of experts and few tokens, without a GPU.
 
     python tests/gpu/interpret.py [FOLDER of vllm_gguf_plugin]
 
 Run it with the Python of a release's environment (torch, Triton, gguf, the patched plugin). Small
-layers against gguf's dequantisation in float32, activations in float32 too (the interpreter has no
-products of bfloat16), so that what remains is rounding. Weights end where a page that must not be
-read begins; memory that nobody wrote is NaN. One line a case, and exit status 1 when one is wrong.
+layers in Triton's interpreter against gguf's dequantisation in float32, activations in float32 too
+(the interpreter has no products of bfloat16), so that what remains is rounding. Weights end where a
+page that must not be read begins; memory that nobody wrote is NaN. One line a case, and exit status
+1 when one is wrong.
 """
 
 from __future__ import annotations
@@ -42,17 +43,28 @@ CASES: list[tuple[str, str, int, int, int, str, str]] = [
     ("Q4_K", "Q5_K", 3, 512, 256, "random", "wide"),
     ("Q5_K", "Q6_K", 33, 512, 256, "random", "wide"),
 ]
+# type, tokens, rows, columns of linear layers
+LINEAR: list[tuple[str, int, int, int]] = [
+    ("Q4_K", 1, 100, 768),
+    ("Q5_K", 9, 130, 512),
+    ("Q6_K", 20, 64, 1024),
+    ("Q8_0", 33, 96, 576),
+    ("Q8_0", 70, 31, 64),
+    ("Q5_K", 5, 65, 256),
+]
+PROCESSORS = 8  # of the card that they think they have: so several programs share out columns
 
 
-def load(folder: str) -> Any:
-    """The module with the kernels, for the interpreter, without the package's own __init__."""
+def load(folder: str) -> tuple[Any, Any]:
+    """The modules with the kernels of experts and of linear layers, for the interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
     package = types.ModuleType("vllm_gguf_plugin")
     package.__path__ = [folder]
     sys.modules["vllm_gguf_plugin"] = package
     from vllm_gguf_plugin.triton.fused_moe import expert_decode
+    from vllm_gguf_plugin.triton.gemm import tensor_cores
 
-    return expert_decode
+    return expert_decode, tensor_cores
 
 
 def guarded(torch: Any, tensor: Any) -> Any:
@@ -68,16 +80,16 @@ def guarded(torch: Any, tensor: Any) -> Any:
     return copy.view(tensor.shape).copy_(tensor)
 
 
-def weights(torch: Any, t: int, rows: int, columns: int) -> tuple[Any, Any]:
+def weights(torch: Any, t: int, rows: int, columns: int, experts: int = EXPERTS) -> tuple[Any, Any]:
     """Random blocks [experts, rows, bytes], each with scales of its own, and their values."""
     import gguf
 
     values, size = BLOCK[t]
-    w = torch.randint(0, 256, (EXPERTS, rows, columns // values, size), dtype=torch.uint8)
+    w = torch.randint(0, 256, (experts, rows, columns // values, size), dtype=torch.uint8)
     for at in SCALES[t]:
         scale = torch.rand(w.shape[:-1]) * 2e-4 + 1e-4
         w[..., at : at + 2] = scale.half()[..., None].view(torch.uint8)
-    w = w.reshape(EXPERTS, rows, -1)
+    w = w.reshape(experts, rows, -1)
     known = gguf.quants.dequantize(w.numpy(), gguf.GGMLQuantizationType(t))
     return guarded(torch, w), torch.from_numpy(known)
 
@@ -94,7 +106,7 @@ def route(torch: Any, tokens: int, kind: str) -> Any:
 
 def run(folder: str, case: tuple[str, str, int, int, int, str, str]) -> tuple[float, float]:
     """(difference from the reference, seconds)."""
-    decode = load(folder)
+    decode, _ = load(folder)
     import torch
 
     begun = time.monotonic()
@@ -121,6 +133,23 @@ def run(folder: str, case: tuple[str, str, int, int, int, str, str]) -> tuple[fl
     return error, time.monotonic() - begun
 
 
+def run_linear(folder: str, case: tuple[str, int, int, int]) -> tuple[float, float]:
+    """(difference from the reference, seconds)."""
+    _, linear = load(folder)
+    import torch
+
+    begun = time.monotonic()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    linear._multiprocessors = lambda _: PROCESSORS
+    kind, tokens, rows, columns = case
+    w, known = weights(torch, TYPES[kind], rows, columns, experts=1)
+    x = torch.randn(tokens, columns)
+    got, wanted = linear.ggml_mul_mat_tensor_cores(w[0], x, TYPES[kind], rows), x @ known[0].T
+    return float((got - wanted).norm() / wanted.norm()), time.monotonic() - begun
+
+
 def main() -> int:
     """Run the cases side by side; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -129,9 +158,18 @@ def main() -> int:
     failed = 0
     fresh = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=fresh) as pool:
-        results = [(case, pool.submit(run, folder, case)) for case in CASES]
-        for case, result in results:
-            name = "{} {}, {} tokens, {} x {}, {} {}".format(*case).strip()
+        results = [
+            (
+                "{} {}, {} tokens, {} x {}, {} {}".format(*case).strip(),
+                pool.submit(run, folder, case),
+            )
+            for case in CASES
+        ]
+        results += [
+            ("linear {}, {} tokens, {} x {}".format(*one), pool.submit(run_linear, folder, one))
+            for one in LINEAR
+        ]
+        for name, result in results:
             try:
                 error, seconds = result.result()
                 right = error < TOLERANCE  # not so of NaN

@@ -262,9 +262,9 @@ def linear(torch: Any, ops: Any, t: int, rows: int, cols: int, tokens: int, kern
 
 def linear_call(ops: Any, kernel: str, w: Any, x: Any, t: int) -> Any:
     if kernel == "large":
-        from vllm_gguf_plugin.triton.fused_moe import large_batch
+        from vllm_gguf_plugin.triton.gemm import tensor_cores
 
-        return lambda: large_batch.ggml_mul_mat_large_batch(w, x, t, w.shape[0])
+        return lambda: tensor_cores.ggml_mul_mat_tensor_cores(w, x, t, w.shape[0])
     f = ops.ggml_mul_mat_vec_a8 if kernel == "vec" else ops.ggml_mul_mat_a8
     return lambda: f(w, x, t, w.shape[0])
 
@@ -408,14 +408,15 @@ def cases(timed: bool) -> dict[str, tuple[Any, ...]]:
                 tokens,
                 "tiled",
             )
-        c[f"linear large {name} {rows}x{cols} 1000"] = (
-            linear,
-            TYPES[name],
-            rows,
-            cols,
-            1000,
-            "large",
-        )
+        for tokens in (4, 9, 17, 40, 64, 1000):  # a tile each
+            c[f"linear large {name} {rows}x{cols} {tokens}"] = (
+                linear,
+                TYPES[name],
+                rows,
+                cols,
+                tokens,
+                "large",
+            )
     c["dequantise Q6_K 154880x6144"] = (dequantise, 14, 154880, 6144, 0)
     c["embedding Q4_K 154880x6144 8192"] = (dequantise, 12, 154880, 6144, 8192)
     if timed:

@@ -92,6 +92,7 @@ def main() -> int:
     if arguments.time:
         parts.append(("times", [python, HERE / "kernels.py", "--time"]))
         parts.append(("expert times", [python, HERE / "tune_experts.py"]))
+        parts.append(("linear times", [python, HERE / "tune_linear.py"]))
         parts.append(("attention times", [python, HERE / "attention.py", "--time"]))
         benchmark: list[str | Path] = [python, HERE / "benchmark.py", "--profile"]
         benchmark += ["--limit", "1200"]  # seconds

@@ -458,12 +458,13 @@ def test_kernels_are_in_the_group_that_their_name_says(name: str, wanted: str) -
     assert kineto.group(kineto.short({"name": name})) == wanted
 
 
-def test_the_kernel_of_0013_is_linear_where_ids_were_filled_before_it() -> None:
-    one = kineto.short({"name": "large_batch_kernel", "args": {"grid": [48, 1, 1]}})
-    assert one == "large_batch_kernel [48, 1, 1]"
-    assert kineto.group(one, "at::native::vectorized_elementwise_kernel FillFunctor") == "linear"
-    assert kineto.group(one, "vllm::moe::moe_align_block_size_kernel") == "experts"
-    assert kineto.group(one, "vllm::act_and_mul_kernel") == "experts"
+def test_sums_belong_to_the_kernel_before_them() -> None:
+    one = kineto.short({"name": "linear_kernel", "args": {"grid": [48, 1, 11]}})
+    assert one == "linear_kernel [48, 1, 11]"
+    assert kineto.group(one) == "linear"
+    assert kineto.group("sum_kernel", one) == "linear"
+    assert kineto.group("sum_kernel", "down_kernel") == "experts"
+    assert kineto.group("large_batch_kernel [48, 1, 1]", one) == "experts"
 
 
 # --- what is said ---------------------------------------------------------------------------------
