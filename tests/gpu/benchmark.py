@@ -421,6 +421,11 @@ def measure(
         found["prefill"][tokens] = load.first_tokens(tokens, 1 if cpu else PROMPT_ROUNDS)
 
 
+def ends(prompts: Sequence[int]) -> list[int]:
+    """The first length and the last one, each once."""
+    return list(dict.fromkeys([*prompts[:1], *prompts[-1:]]))
+
+
 def profiled(
     load: Load,
     found: dict[str, Any],
@@ -429,10 +434,10 @@ def profiled(
     prompts: Sequence[int],
     cpu: bool,
 ) -> None:
-    """Profiles of decode (1 and 64 clients) and of the longest prompt, into ``found``."""
+    """Profiles of decode (1 and 64 clients), the first prompt and the last, into ``found``."""
     before = set(traces.glob("*"))  # --out is kept: what is there is of another run
     wanted = [(f"decode-{count}", count, 0) for count in counts if count in (1, MANY)]
-    wanted += [(f"prefill-{tokens}", 1, tokens) for tokens in list(prompts)[-1:]]
+    wanted += [(f"prefill-{tokens}", 1, tokens) for tokens in ends(prompts)]
     for name, count, prompt in wanted:
         fault = load.profile(name, count, prompt)
         paths = sorted(set(traces.glob(f"{name}_*.pt.trace.json*")) - before)
@@ -465,6 +470,17 @@ def known(number: float, form: str) -> str:
     return format(number, form) if number else "-"
 
 
+def busy_columns(least: float, profile: kineto.Profile | None, form: str) -> str:
+    """Milliseconds of a profile in which the card is busy, and ``least`` as a share of them.
+
+    ``form``: width and digits of the milliseconds, as of ``format``.
+    """
+    if profile is None:
+        width = int(form.partition(".")[0])
+        return f"{'-':>{width}} {'-':>6}"
+    return f"{profile.busy:{form}} {share(least, profile.busy)}"
+
+
 def together(rows: Sequence[dict[str, float]]) -> float:
     """Median tokens/s of the rounds in which all clients decoded at once, 0 without one."""
     return median([row["total"] for row in rows if row["total"]] or [0.0])
@@ -482,10 +498,7 @@ def decode_lines(
         total = together(rows)
         least = found["decode"][count]["ms"]
         step = count / total * 1e3 if total else 0.0
-        profile = profiles.get(f"decode-{count}")
-        busy = (
-            f"{profile.busy:8.3f} {share(least, profile.busy)}" if profile else f"{'-':>8} {'-':>6}"
-        )
+        busy = busy_columns(least, profiles.get(f"decode-{count}"), "8.3f")
         each = ", ".join(known(row["total"], ".0f") for row in rows)
         ttft, tpot = (median(row[key] for row in rows) for key in ("ttft", "tpot"))
         lines.append(
@@ -506,12 +519,7 @@ def prefill_lines(
             lines.append(f"{server:<6}{tokens:>8}  no prompt was answered in full")
             continue
         took, least = median(row), found["prefill"][tokens]
-        profile = profiles.get(f"prefill-{tokens}")
-        busy = (
-            f"{profile.busy:9.2f} {share(least['ms'], profile.busy)}"
-            if profile
-            else f"{'-':>9} {'-':>6}"
-        )
+        busy = busy_columns(least["ms"], profiles.get(f"prefill-{tokens}"), "9.2f")
         lines.append(
             f"{server:<6}{tokens:>8}{took:>9.2f}{tokens / took * 1e3:>10.0f}{least['ms']:>9.2f} "
             f"{share(least['ms'], took)}{least['bytes ms']:>9.2f} {busy}"

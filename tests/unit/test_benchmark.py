@@ -517,6 +517,33 @@ def test_lines_show_shares() -> None:
     assert "no round" in line
 
 
+@pytest.mark.parametrize("form", ["8.3f", "9.2f"])
+def test_columns_of_a_profile_are_as_wide_without_one(form: str) -> None:
+    profile = kineto.Profile(1, 12.5, 2.0, {}, {})
+    there, none = (benchmark.busy_columns(5.0, one, form) for one in (profile, None))
+    assert there.split() == [f"{12.5:{form}}".strip(), "40.0%"]
+    assert none.split() == ["-", "-"]
+    assert len(there) == len(none) == int(form[0]) + 7
+
+
+@pytest.mark.parametrize(
+    ("prompts", "wanted"), [([512, 2048, 8192], [512, 8192]), ([512], [512]), ([], [])]
+)
+def test_the_first_and_the_last_prompt_are_profiled(
+    prompts: list[int], wanted: list[int], tmp_path: Path, server: tuple[int, type[StandIn]]
+) -> None:
+    asked = []
+
+    class Profiling(benchmark.Load):  # type: ignore[misc, name-defined]
+        def profile(self, name: str, count: int, prompt: int) -> str:
+            asked.append((name, count, prompt))
+            return "not here"
+
+    load_ = Profiling(server[0], False, 512)
+    benchmark.profiled(load_, {}, tmp_path, [8], prompts, False)
+    assert asked == [(f"prefill-{tokens}", 1, tokens) for tokens in wanted]
+
+
 def test_a_round_in_which_clients_waited_for_each_other_has_no_rate() -> None:
     found = {"decode": {8: {"ms": 1.0}}}
     (line,) = benchmark.decode_lines("vllm", {8: rounds(0, 0, 0)}, found, {})
