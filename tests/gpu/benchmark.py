@@ -619,14 +619,14 @@ def bench(
         return max(30.0, min(START, arguments.until - time.monotonic()))
 
     port = free_port()
-    environment = VLLM_ENVIRONMENT | dict(pair.split("=", 1) for pair in arguments.environment)
+    environment = VLLM_ENVIRONMENT | dict(arguments.environment)
     command = vllm_command(
         model,
         port,
         traces if arguments.profile else None,
         arguments.cpu,
         longest,
-        json.loads(arguments.options),
+        arguments.options,
     )
     load = Load(port, False, vocabulary, arguments.until)
     fault, wanted = [], (arguments.clients, arguments.prompts)
@@ -703,6 +703,34 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Options of ``vllm serve``.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no JSON object.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        found = fault
+    if not isinstance(found, dict):
+        wanted = """wanted a JSON object, such as '{"max_num_seqs": 64}'"""
+        raise argparse.ArgumentTypeError(f"{text!r} is none; {wanted}")
+    return found
+
+
+def assignment(text: str) -> tuple[str, str]:
+    """An environment variable and its value.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no KEY=VALUE.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+        raise argparse.ArgumentTypeError(f"{text!r} is none; wanted KEY=VALUE")
+    return key, value
+
+
 def main() -> int:
     """Write, serve, measure and print; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -714,8 +742,12 @@ def main() -> int:
     parser.add_argument("--no-vllm", action="store_true", help="only the program to compare with")
     parser.add_argument("--out", type=Path, help="folder for logs, traces and benchmark.json, kept")
     parser.add_argument("--work", type=Path, help="folder for the models (up to 45 GB), kept")
-    parser.add_argument("--options", default="{}", help="more options of vllm serve, as JSON")
-    parser.add_argument("--environment", nargs="*", default=[], help="KEY=VALUE of vllm serve")
+    parser.add_argument(
+        "--options", type=json_object, default={}, help="more options of vllm serve, as JSON"
+    )
+    parser.add_argument(
+        "--environment", type=assignment, nargs="*", default=[], help="KEY=VALUE of vllm serve"
+    )
     parser.add_argument("--limit", type=float, default=540, help="seconds for all of it")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on vLLM's CPU build")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -732,6 +764,12 @@ def main() -> int:
         return 0
     if unknown := [name for name in arguments.model or () if not MODEL.fullmatch(name)]:
         parser.error(f"--model {' '.join(unknown)}: wanted tp1-6 or rank-20, 2 layers at least")
+    from gpubox.errors import GpuboxError
+
+    try:
+        vllm_command(Path("model"), 1, None, arguments.cpu, 1, arguments.options)
+    except GpuboxError as fault:
+        parser.error(f"--options {json.dumps(arguments.options)}: {fault}")
     arguments.until = time.monotonic() + arguments.limit
     arguments.model = arguments.model or (["tiny"] if arguments.cpu else ["tp1-6", "rank-20"])
     if arguments.clients is None:

@@ -693,6 +693,64 @@ def test_models_that_nobody_wrote_are_refused(
     assert f"--model {name}: wanted" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "given", "wanted"),
+    [
+        ("--options", "max_num_seqs=64", "a JSON object"),
+        ("--options", "[1]", "a JSON object"),
+        ("--options", "", "a JSON object"),
+        ("--environment", "VLLM_GGUF_EXPERT_DECODE", "KEY=VALUE"),
+        ("--environment", "=0", "KEY=VALUE"),
+        ("--environment", "A B=0", "KEY=VALUE"),
+    ],
+)
+def test_what_vllm_could_not_get_is_refused_before_anything_is_written(
+    option: str,
+    given: str,
+    wanted: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = tmp_path / "work"
+    monkeypatch.setattr("sys.argv", ["benchmark", "--cpu", "--work", str(work), option, given])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"argument {option}: {given!r} is none; wanted {wanted}" in told
+    assert not work.exists()
+
+
+def test_an_option_that_is_none_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["benchmark", "--cpu", "--work", str(tmp_path / "work"), "--options", '{"--port": 1}']
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert '--options {"--port": 1}: ' in told
+    assert "wanted: " in told
+    assert not (tmp_path / "work").exists()
+
+
+def test_what_vllm_gets_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[argparse.Namespace] = []
+
+    def parts(arguments: argparse.Namespace, *_: Any) -> None:
+        seen.append(arguments)
+
+    monkeypatch.setattr(benchmark, "parts", parts)
+    argv = ["benchmark", "--cpu", "--work", str(tmp_path), "--out", str(tmp_path)]
+    argv += ["--options", '{"max_num_seqs": 64}', "--environment", "A=b=c", "B="]
+    monkeypatch.setattr("sys.argv", argv)
+    assert benchmark.main() == 1
+    assert seen[0].options == {"max_num_seqs": 64}
+    assert dict(seen[0].environment) == {"A": "b=c", "B": ""}
+
+
 def test_limits_come_from_the_models_own_file(tiny: Path) -> None:
     arguments = argparse.Namespace(clients=[1, 8], prompts=[64], cpu=True)
     card = {"copy": 1e12, "product": 1e12}
