@@ -169,6 +169,11 @@ def main(arguments: list[str]) -> int:
     except GpuboxError as problem:
         error(f"\n{problem}")
         return 1
+    except BrokenPipeError:
+        if options.command != "status":  # the others have work to do, and fail
+            raise
+        # who read has read enough; what is left in the buffer is flushed at the end, to nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         where = f" in: {console.current}" if console.current else ""
         error(

@@ -421,6 +421,11 @@ def measure(
         found["prefill"][tokens] = load.first_tokens(tokens, 1 if cpu else PROMPT_ROUNDS)
 
 
+def ends(prompts: Sequence[int]) -> list[int]:
+    """The first length and the last one, each once."""
+    return list(dict.fromkeys([*prompts[:1], *prompts[-1:]]))
+
+
 def profiled(
     load: Load,
     found: dict[str, Any],
@@ -429,10 +434,10 @@ def profiled(
     prompts: Sequence[int],
     cpu: bool,
 ) -> None:
-    """Profiles of decode (1 and 64 clients) and of the longest prompt, into ``found``."""
+    """Profiles of decode (1 and 64 clients), the first prompt and the last, into ``found``."""
     before = set(traces.glob("*"))  # --out is kept: what is there is of another run
     wanted = [(f"decode-{count}", count, 0) for count in counts if count in (1, MANY)]
-    wanted += [(f"prefill-{tokens}", 1, tokens) for tokens in list(prompts)[-1:]]
+    wanted += [(f"prefill-{tokens}", 1, tokens) for tokens in ends(prompts)]
     for name, count, prompt in wanted:
         fault = load.profile(name, count, prompt)
         paths = sorted(set(traces.glob(f"{name}_*.pt.trace.json*")) - before)
@@ -465,6 +470,17 @@ def known(number: float, form: str) -> str:
     return format(number, form) if number else "-"
 
 
+def busy_columns(least: float, profile: kineto.Profile | None, form: str) -> str:
+    """Milliseconds of a profile in which the card is busy, and ``least`` as a share of them.
+
+    ``form``: width and digits of the milliseconds, as of ``format``.
+    """
+    if profile is None:
+        width = int(form.partition(".")[0])
+        return f"{'-':>{width}} {'-':>6}"
+    return f"{profile.busy:{form}} {share(least, profile.busy)}"
+
+
 def together(rows: Sequence[dict[str, float]]) -> float:
     """Median tokens/s of the rounds in which all clients decoded at once, 0 without one."""
     return median([row["total"] for row in rows if row["total"]] or [0.0])
@@ -482,10 +498,7 @@ def decode_lines(
         total = together(rows)
         least = found["decode"][count]["ms"]
         step = count / total * 1e3 if total else 0.0
-        profile = profiles.get(f"decode-{count}")
-        busy = (
-            f"{profile.busy:8.3f} {share(least, profile.busy)}" if profile else f"{'-':>8} {'-':>6}"
-        )
+        busy = busy_columns(least, profiles.get(f"decode-{count}"), "8.3f")
         each = ", ".join(known(row["total"], ".0f") for row in rows)
         ttft, tpot = (median(row[key] for row in rows) for key in ("ttft", "tpot"))
         lines.append(
@@ -506,12 +519,7 @@ def prefill_lines(
             lines.append(f"{server:<6}{tokens:>8}  no prompt was answered in full")
             continue
         took, least = median(row), found["prefill"][tokens]
-        profile = profiles.get(f"prefill-{tokens}")
-        busy = (
-            f"{profile.busy:9.2f} {share(least['ms'], profile.busy)}"
-            if profile
-            else f"{'-':>9} {'-':>6}"
-        )
+        busy = busy_columns(least["ms"], profiles.get(f"prefill-{tokens}"), "9.2f")
         lines.append(
             f"{server:<6}{tokens:>8}{took:>9.2f}{tokens / took * 1e3:>10.0f}{least['ms']:>9.2f} "
             f"{share(least['ms'], took)}{least['bytes ms']:>9.2f} {busy}"
@@ -611,14 +619,14 @@ def bench(
         return max(30.0, min(START, arguments.until - time.monotonic()))
 
     port = free_port()
-    environment = VLLM_ENVIRONMENT | dict(pair.split("=", 1) for pair in arguments.environment)
+    environment = VLLM_ENVIRONMENT | dict(arguments.environment)
     command = vllm_command(
         model,
         port,
         traces if arguments.profile else None,
         arguments.cpu,
         longest,
-        json.loads(arguments.options),
+        arguments.options,
     )
     load = Load(port, False, vocabulary, arguments.until)
     fault, wanted = [], (arguments.clients, arguments.prompts)
@@ -695,6 +703,34 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Options of ``vllm serve``.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no JSON object.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        found = fault
+    if not isinstance(found, dict):
+        wanted = """wanted a JSON object, such as '{"max_num_seqs": 64}'"""
+        raise argparse.ArgumentTypeError(f"{text!r} is none; {wanted}")
+    return found
+
+
+def assignment(text: str) -> tuple[str, str]:
+    """An environment variable and its value.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no KEY=VALUE.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+        raise argparse.ArgumentTypeError(f"{text!r} is none; wanted KEY=VALUE")
+    return key, value
+
+
 def main() -> int:
     """Write, serve, measure and print; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -706,8 +742,12 @@ def main() -> int:
     parser.add_argument("--no-vllm", action="store_true", help="only the program to compare with")
     parser.add_argument("--out", type=Path, help="folder for logs, traces and benchmark.json, kept")
     parser.add_argument("--work", type=Path, help="folder for the models (up to 45 GB), kept")
-    parser.add_argument("--options", default="{}", help="more options of vllm serve, as JSON")
-    parser.add_argument("--environment", nargs="*", default=[], help="KEY=VALUE of vllm serve")
+    parser.add_argument(
+        "--options", type=json_object, default={}, help="more options of vllm serve, as JSON"
+    )
+    parser.add_argument(
+        "--environment", type=assignment, nargs="*", default=[], help="KEY=VALUE of vllm serve"
+    )
     parser.add_argument("--limit", type=float, default=540, help="seconds for all of it")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on vLLM's CPU build")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -724,6 +764,12 @@ def main() -> int:
         return 0
     if unknown := [name for name in arguments.model or () if not MODEL.fullmatch(name)]:
         parser.error(f"--model {' '.join(unknown)}: wanted tp1-6 or rank-20, 2 layers at least")
+    from gpubox.errors import GpuboxError
+
+    try:
+        vllm_command(Path("model"), 1, None, arguments.cpu, 1, arguments.options)
+    except GpuboxError as fault:
+        parser.error(f"--options {json.dumps(arguments.options)}: {fault}")
     arguments.until = time.monotonic() + arguments.limit
     arguments.model = arguments.model or (["tiny"] if arguments.cpu else ["tp1-6", "rank-20"])
     if arguments.clients is None:

@@ -518,6 +518,33 @@ def test_lines_show_shares() -> None:
     assert "no round" in line
 
 
+@pytest.mark.parametrize("form", ["8.3f", "9.2f"])
+def test_columns_of_a_profile_are_as_wide_without_one(form: str) -> None:
+    profile = kineto.Profile(1, 12.5, 2.0, {}, {})
+    there, none = (benchmark.busy_columns(5.0, one, form) for one in (profile, None))
+    assert there.split() == [f"{12.5:{form}}".strip(), "40.0%"]
+    assert none.split() == ["-", "-"]
+    assert len(there) == len(none) == int(form[0]) + 7
+
+
+@pytest.mark.parametrize(
+    ("prompts", "wanted"), [([512, 2048, 8192], [512, 8192]), ([512], [512]), ([], [])]
+)
+def test_the_first_and_the_last_prompt_are_profiled(
+    prompts: list[int], wanted: list[int], tmp_path: Path, server: tuple[int, type[StandIn]]
+) -> None:
+    asked = []
+
+    class Profiling(benchmark.Load):  # type: ignore[misc, name-defined]
+        def profile(self, name: str, count: int, prompt: int) -> str:
+            asked.append((name, count, prompt))
+            return "not here"
+
+    load_ = Profiling(server[0], False, 512)
+    benchmark.profiled(load_, {}, tmp_path, [8], prompts, False)
+    assert asked == [(f"prefill-{tokens}", 1, tokens) for tokens in wanted]
+
+
 def test_a_round_in_which_clients_waited_for_each_other_has_no_rate() -> None:
     found = {"decode": {8: {"ms": 1.0}}}
     (line,) = benchmark.decode_lines("vllm", {8: rounds(0, 0, 0)}, found, {})
@@ -665,6 +692,64 @@ def test_models_that_nobody_wrote_are_refused(
     with pytest.raises(SystemExit):
         benchmark.main()
     assert f"--model {name}: wanted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "wanted"),
+    [
+        ("--options", "max_num_seqs=64", "a JSON object"),
+        ("--options", "[1]", "a JSON object"),
+        ("--options", "", "a JSON object"),
+        ("--environment", "VLLM_GGUF_EXPERT_DECODE", "KEY=VALUE"),
+        ("--environment", "=0", "KEY=VALUE"),
+        ("--environment", "A B=0", "KEY=VALUE"),
+    ],
+)
+def test_what_vllm_could_not_get_is_refused_before_anything_is_written(
+    option: str,
+    given: str,
+    wanted: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = tmp_path / "work"
+    monkeypatch.setattr("sys.argv", ["benchmark", "--cpu", "--work", str(work), option, given])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"argument {option}: {given!r} is none; wanted {wanted}" in told
+    assert not work.exists()
+
+
+def test_an_option_that_is_none_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["benchmark", "--cpu", "--work", str(tmp_path / "work"), "--options", '{"--port": 1}']
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert '--options {"--port": 1}: ' in told
+    assert "wanted: " in told
+    assert not (tmp_path / "work").exists()
+
+
+def test_what_vllm_gets_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[argparse.Namespace] = []
+
+    def parts(arguments: argparse.Namespace, *_: Any) -> None:
+        seen.append(arguments)
+
+    monkeypatch.setattr(benchmark, "parts", parts)
+    argv = ["benchmark", "--cpu", "--work", str(tmp_path), "--out", str(tmp_path)]
+    argv += ["--options", '{"max_num_seqs": 64}', "--environment", "A=b=c", "B="]
+    monkeypatch.setattr("sys.argv", argv)
+    assert benchmark.main() == 1
+    assert seen[0].options == {"max_num_seqs": 64}
+    assert dict(seen[0].environment) == {"A": "b=c", "B": ""}
 
 
 def test_limits_come_from_the_models_own_file(tiny: Path) -> None:

@@ -120,6 +120,30 @@ def test_ctrl_c_ends_what_runs_and_says_where_it_stopped(
     assert log.read_text() == "interrupted\n"
 
 
+@pytest.mark.parametrize("command", ["status", "down"])
+def test_only_a_status_ends_quietly_when_nobody_reads_on(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    podman = on_path(monkeypatch, tmp_path, "podman")["podman"]
+    podman.answer({"version": (0, "4.3.1\n", "")})
+    ours, theirs = os.pipe()
+    os.close(ours)  # as `head` does when it has its lines
+    done = subprocess.run(
+        [sys.executable, "-m", "demo", command],
+        cwd=ROOT,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(theirs)
+    if command == "status":
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        assert done.returncode != 0
+        assert "BrokenPipeError" in done.stderr
+
+
 def test_what_a_command_prints_is_shown_and_recorded(tmp_path: Path) -> None:
     shown: list[str] = []
     log = tmp_path / "logs/x.log"
