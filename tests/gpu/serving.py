@@ -4,7 +4,8 @@
     python tests/gpu/serving.py
 
 Run it with the Python of a release's environment; it writes tiny GLM-5 models of its own. One line
-a check: PASS or FAIL and what was measured; exit status 1 when one fails. Without an NVIDIA GPU it
+a check: PASS or FAIL and what was measured; exit status 1 when one fails or an engine does not
+answer. With --engines only the checks whose engines are all among them. Without an NVIDIA GPU it
 says so and ends with 0.
 
 - golden: log probabilities that the server gives the tokens of two texts of 512, against float32 on
@@ -41,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -81,6 +83,25 @@ ENGINES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "foreseeing+mtp": ("foreseeing", (), MTP),
     "foreseeing+mtp+graphs": ("foreseeing", (), {**MTP, **GRAPHS}),
     **{kind: (kind, ("golden",), {}) for kind in TYPES},
+}
+
+# check: engine, whose text is compared with transformers (model, text)
+FORCED: dict[str, tuple[str, str]] = {
+    **{name: ("model", f"model {name}") for name in TEXTS},
+    **{kind: (kind, f"{kind} golden") for kind in TYPES},
+    "fp8": ("model+fp8", "model sparse"),
+    "triton": ("model+triton", "model sparse"),
+    "triton fp8": ("model+triton+fp8", "model sparse"),
+}
+# check: engine whose continuations are wanted, engine that is compared with it
+SAME: dict[str, tuple[str, str]] = {
+    "experts": ("model+usual experts", "model"),
+    "mtp": ("model", "model+mtp"),
+    "drafts": ("foreseeing", "foreseeing+mtp"),
+    "graphs": ("model", "model+graphs"),
+    "mtp graphs": ("model", "model+mtp+graphs"),
+    "drafts graphs": ("foreseeing", "foreseeing+mtp+graphs"),
+    "triton mtp graphs": ("model", "model+triton+mtp+graphs"),
 }
 
 VARIABLES = {"model+usual experts": {"VLLM_GGUF_EXPERT_DECODE": "0"}}  # of an engine
@@ -320,29 +341,28 @@ def judge_same(
     return passed, line
 
 
-def judged(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
-    """(check, passed, what was measured) of every check."""
+def parts(engines: Collection[str]) -> list[str]:
+    """What is started: the reference only if one of the engines is compared with it."""
+    compared = any(part in engines for part, _ in FORCED.values())
+    return [*(["reference"] if compared else []), *engines]
+
+
+def judged(
+    results: dict[str, Any], engines: Collection[str] = tuple(ENGINES)
+) -> list[tuple[str, bool, str]]:
+    """(check, passed, what was measured) of every check that needs none but these engines."""
     lines = []
     wanted = results.get("reference")
-    forced = [(name, "model", f"model {name}") for name in TEXTS]
-    forced += [(kind, kind, f"{kind} golden") for kind in TYPES]
-    forced += [("fp8", "model+fp8", "model sparse")]
-    forced += [("triton", "model+triton", "model sparse")]
-    forced += [("triton fp8", "model+triton+fp8", "model sparse")]
-    for check, part, key in forced:
+    for check, (part, key) in FORCED.items():
+        if part not in engines:
+            continue
         passed, line = False, "an engine did not answer"
         if wanted and part in results:
             passed, line = judge_forced(check, key, results[part], wanted)
         lines.append((check, passed, line))
-    for check, plain, other in (
-        ("experts", "model+usual experts", "model"),
-        ("mtp", "model", "model+mtp"),
-        ("drafts", "foreseeing", "foreseeing+mtp"),
-        ("graphs", "model", "model+graphs"),
-        ("mtp graphs", "model", "model+mtp+graphs"),
-        ("drafts graphs", "foreseeing", "foreseeing+mtp+graphs"),
-        ("triton mtp graphs", "model", "model+triton+mtp+graphs"),
-    ):
+    for check, (plain, other) in SAME.items():
+        if plain not in engines or other not in engines:
+            continue
         passed, line = False, "an engine did not answer"
         if plain in results and other in results:
             tie = NEAR_TIE["drafts" if plain == "foreseeing" else "mtp"]
@@ -404,7 +424,9 @@ def main() -> int:
         models = write_models(work)
         (work / "models.json").write_text(json.dumps({k: str(v) for k, v in models.items()}))
         running, results, deadline = {}, {}, time.monotonic() + arguments.limit
-        for part in ("reference", *(arguments.engines or ENGINES)):
+        engines = tuple(dict.fromkeys(arguments.engines or ENGINES))
+        for part in parts(engines):
+            (work / f"{part}.json").unlink(missing_ok=True)  # --out is kept
             command = [sys.executable, __file__, "--part", part, "--out", str(work)]
             command += ["--options", arguments.options]
             running[part] = run(command, work / f"{part}.log", VARIABLES.get(part))
@@ -422,10 +444,13 @@ def main() -> int:
             else:
                 error = last_error(work / f"{part}.log")
                 print(f"{part}: ended with {process.returncode}: {error}")
-        failed = 0
-        for check, passed, line in judged(results):
+        failed = len(running) - len(results)
+        lines = judged(results, engines)
+        for check, passed, line in lines:
             failed += not passed
             print(f"{'PASS' if passed else 'FAIL'} {check:<17} {line}", flush=True)
+        if not lines:
+            print(f"no check compares only {', '.join(engines)}: nothing was checked")
     return 1 if failed else 0
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,75 @@ def test_every_check_fails_when_no_engine_answers() -> None:
     lines = serving.judged({})
     assert len({check for check, _, _ in lines}) == len(lines) == 17
     assert not any(passed for _, passed, _ in lines)
+
+
+@pytest.mark.parametrize(
+    ("engines", "checks"),
+    [
+        (["model", "model+usual experts"], {"golden", "sparse", "long", "experts"}),
+        (["model+usual experts"], set()),
+        (["foreseeing", "foreseeing+mtp"], {"drafts"}),
+        (["Q4_K", "model+fp8"], {"Q4_K", "fp8"}),
+    ],
+)
+def test_only_checks_of_the_engines_that_were_asked_for_are_judged(
+    engines: list[str], checks: set[str]
+) -> None:
+    assert {check for check, _, _ in serving.judged({}, engines)} == checks
+    assert serving.parts(engines)[-len(engines) :] == engines
+    assert ("reference" in serving.parts(engines)) == bool(checks - set(serving.SAME))
+
+
+def test_every_check_names_engines_that_there_are() -> None:
+    for part, key in serving.FORCED.values():
+        assert key.split()[1] in serving.ENGINES[part][1]
+    for pair in serving.SAME.values():
+        assert set(pair) < set(serving.ENGINES)
+    assert {part for part, _ in serving.FORCED.values()} == {
+        part for part, (_, forced, _) in serving.ENGINES.items() if forced
+    }
+
+
+def run_serving(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, engines: list[str], broken: str = ""
+) -> tuple[int, list[str]]:
+    """Exit status with stand-ins for the engines, and which parts were started."""
+    started = []
+
+    def run(command: list[str], log: Path, *_: Any) -> Any:
+        part = command[command.index("--part") + 1]
+        started.append(part)
+        log.write_text("")
+        answer = {"tokens": [[1]], "leads": [[1.0]], "metrics": {"draft_tokens": 1}}
+        answer["metrics"]["accepted_tokens"] = 1
+        if part != broken:
+            (folder / f"{part}.json").write_text(json.dumps(answer))
+        return subprocess.Popen(["false" if part == broken else "true"])
+
+    monkeypatch.setattr(serving, "write_models", lambda _: {})
+    monkeypatch.setattr(serving, "run", run)
+    argv = ["serving", "--cpu", "--out", str(folder), "--engines", *engines]
+    monkeypatch.setattr("sys.argv", argv)
+    return serving.main(), started
+
+
+def test_what_was_not_asked_for_neither_runs_nor_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = ["foreseeing", "foreseeing+mtp"]
+    assert run_serving(tmp_path, monkeypatch, pair) == (0, pair)
+    assert capsys.readouterr().out.startswith("PASS drafts ")
+    # what the first run left in --out is no answer of the second
+    assert run_serving(tmp_path, monkeypatch, pair, broken=pair[1])[0] == 1
+    assert "FAIL drafts            an engine did not answer" in capsys.readouterr().out
+
+
+def test_an_engine_that_no_check_needs_must_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_serving(tmp_path, monkeypatch, ["foreseeing"]) == (0, ["foreseeing"])
+    assert capsys.readouterr().out.endswith("foreseeing: nothing was checked\n")
+    assert run_serving(tmp_path, monkeypatch, ["foreseeing"], broken="foreseeing")[0] == 1
 
 
 def loaded(seconds: float, cold: float | None, from_disk: float) -> bool:
