@@ -70,7 +70,9 @@ def test_from_two_cards_to_eight_and_nothing_is_remembered_of_the_two(tmp_path: 
         "changed since the plan last applied: 2 → 8 GPUs; RAM 288 → 432 GiB; MAX_JOBS 12 → 18; "
         "tensor_parallel_size 2 → 8; CPUs of the unit 0-31 → all'"
     ) in line
-    assert "redone: environment no, flash-attn no, unit yes, restart yes" in line
+    assert (
+        "redone because of the plan: environment no, flash-attn no, unit yes, restart yes" in line
+    )
     assert json.loads(applied.read_text()) == two["plan"]
 
 

@@ -38,7 +38,8 @@ def test_from_two_cards_to_eight() -> None:
         "unit": True,
         "restart": True,
     }
-    assert "redone: environment no, flash-attn no, unit yes, restart yes" in report(before, after)
+    again = "environment no, flash-attn no, unit yes, restart yes"
+    assert f"redone because of the plan: {again}" in report(before, after)
 
 
 def test_the_same_plan_changes_nothing_though_free_memory_moves() -> None:

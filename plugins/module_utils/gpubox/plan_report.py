@@ -133,7 +133,11 @@ def report(applied: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> list[s
         f"{name} {'yes' if do else 'no'}" for name, do in redone(applied, plan).items()
     )
     changed = "; ".join(differences(applied, plan)) or "nothing"
-    return [*table(plan), f"changed since the plan last applied: {changed}", f"redone: {again}"]
+    return [
+        *table(plan),
+        f"changed since the plan last applied: {changed}",
+        f"redone because of the plan: {again}",
+    ]
 
 
 def record(applied: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> str:
