@@ -10,9 +10,9 @@ short_description: Wait for a real completion from a unit's own process
 description:
   - Waits until the unit runs, the listener of the port belongs to the unit's control group, and a
     streamed completion by the model's name has brought text. An open port is no proof.
-  - Ends at once, with the last lines of the unit's journal, when the unit has failed or was
-    restarted, when another process holds the port, or when the answer is one that another try will
-    not change (wrong model name, wrong key, not a model server).
+  - Ends at once, with the first error and the last lines of the unit's journal, when the unit has
+    failed or was restarted, when another process holds the port, or when the answer is one that
+    another try will not change (wrong model name, wrong key, not a model server).
 options:
   unit: {description: Name of the unit with its suffix., type: str, required: true}
   base_url:

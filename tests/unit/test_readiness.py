@@ -34,6 +34,7 @@ from gpubox.readiness import (
     is_descendant,
     parse_listeners,
     port_listeners,
+    shown,
     systemd_groups,
     unit_fault,
     wait_until_ready,
@@ -646,6 +647,35 @@ def test_failed_unit_ends_the_wait_at_once() -> None:
     assert "journal of vllm-glm5.service:\nValueError: no such file" in message
 
 
+def test_the_first_error_is_shown_where_tracebacks_follow_it() -> None:
+    cause = (
+        "(EngineCore pid=7) ERROR 12-04 [core.py:9] ValueError: the indexer's weights are missing"
+    )
+    late = "RuntimeError: Engine core initialization failed. See root cause above."
+    noise = [
+        "INFO 12-04 retried after TimeoutError: none",
+        "WARNING 12-04 OSError: no numa",
+        "Error",
+    ]
+    lines = [*noise, cause, *(f'  File "x.py", line {n}' for n in range(90)), late]
+    text = shown("\n".join(lines)).splitlines()
+    assert text[:2] == ["first error: ValueError: the indexer's weights are missing", "…"]
+    assert text[2:] == lines[-40:]
+    # nothing is said twice, and without an error nothing is added
+    for few in ([cause, late], lines[-40:], ["a"] * 40, [cause, *["b"] * 39]):
+        assert shown("\n".join(few)) == "\n".join(few)
+    assert shown("\n".join(["a"] * 90)) == "\n".join(["a"] * 40)
+    assert shown("\n".join([cause, *["b"] * 40])).startswith("first error: ValueError: the")
+    assert shown("") == ""
+    key = QUESTION.api_key or "s3cret"
+    failed = unit(active_state="failed", sub_state="failed", result="exit-code", main_pid=0)
+    log = "\n".join([f"OSError: key {key} is odd", *["b"] * 90])
+    question = replace(QUESTION, api_key=key)
+    with pytest.raises(GpuboxError) as caught:
+        wait(1, StandInSystem(OURS, failed, log=log), FOREVER, question)
+    assert "first error: OSError: key *** is odd\n…\nb\n" in str(caught.value)
+
+
 def test_restarted_unit_shows_the_journal_of_the_run_that_ended() -> None:
     again = replace(OURS, restarts=1, invocation="b" * 32)
     system = StandInSystem(OURS, OURS, again)
@@ -839,7 +869,7 @@ def test_module_fails_with_the_journal_of_this_run(
     assert call(server.port)["msg"].endswith("of any run")
     stand_ins.state(failed.replace(INVOCATION, "c" * 32))
     assert call(server.port)["msg"].endswith("of any run")
-    assert any("-n 40 -o cat --no-pager" in line for line in stand_ins.calls())
+    assert any("-n 2000 -o cat --no-pager" in line for line in stand_ins.calls())
 
 
 @pytest.mark.parametrize("state", ["", "LoadState=not-found\nActiveState=inactive\n"])

@@ -34,7 +34,12 @@ from .units import unit_properties
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 LISTEN = "0A"  # the kernel's TCP_LISTEN
+# Of a journal: lines that are read, and of these the last ones that are shown. Each process of a
+# server ends with a traceback of its own, and only the first one names the cause.
+JOURNAL_READ = 2000
 JOURNAL_LINES = 40
+ERROR = re.compile(r"(?<![\w.])(?:[A-Za-z_][\w.]*(?:Error|Exception)|CUDA error): \S.*")
+NO_ERROR = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
 POLL_SECONDS = 1.0
 # Longest text of a foreign answer or command in a message, in characters.
 EXCERPT = 300
@@ -319,7 +324,18 @@ class System(Protocol):
         """The present state of a unit."""
 
     def journal(self, unit: str, invocation: str) -> str:
-        """The last lines of a unit's journal, of one invocation when it is known."""
+        """The end of a unit's journal, of one invocation when it is known."""
+
+
+def shown(journal: str) -> str:
+    """The last lines of a journal, and before them its first error when it is not among them."""
+    lines = journal.strip("\n").splitlines()
+    last = lines[-JOURNAL_LINES:]
+    for line in lines[:-JOURNAL_LINES]:
+        found = ERROR.search(line)
+        if found and not NO_ERROR.search(line):
+            return "\n".join([f"first error: {found[0][:EXCERPT]}", "…", *last])
+    return "\n".join(last)
 
 
 class Systemd:
@@ -343,8 +359,8 @@ class Systemd:
         )
 
     def journal(self, unit: str, invocation: str) -> str:
-        """The last lines of a unit's journal, of one invocation when there are any."""
-        options = ("journalctl", "-n", str(JOURNAL_LINES), "-o", "cat", "--no-pager", "-q")
+        """The end of a unit's journal, of one invocation when there is any of it."""
+        options = ("journalctl", "-n", str(JOURNAL_READ), "-o", "cat", "--no-pager", "-q")
         text = ""
         if invocation:
             # the service's own lines carry the first field, the manager's about it the second
@@ -685,7 +701,7 @@ def wait_until_ready(
     answer = ""  # of the last try that had time for one
 
     def failure(error: GpuboxError, invocation: str) -> GpuboxError:
-        journal = system.journal(unit, invocation).strip()
+        journal = shown(system.journal(unit, invocation))
         if not now.load_state:
             journal = "unknown, systemd does not answer"
         tail = f"\njournal of {unit}:\n{journal or 'empty'}"
