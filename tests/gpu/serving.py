@@ -426,7 +426,6 @@ def main() -> int:
         running, results, deadline = {}, {}, time.monotonic() + arguments.limit
         engines = tuple(dict.fromkeys(arguments.engines or ENGINES))
         for part in parts(engines):
-            (work / f"{part}.json").unlink(missing_ok=True)  # --out is kept
             command = [sys.executable, __file__, "--part", part, "--out", str(work)]
             command += ["--options", arguments.options]
             running[part] = run(command, work / f"{part}.log", VARIABLES.get(part))

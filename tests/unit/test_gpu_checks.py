@@ -165,7 +165,6 @@ def test_what_was_not_asked_for_neither_runs_nor_fails(
     pair = ["foreseeing", "foreseeing+mtp"]
     assert run_serving(tmp_path, monkeypatch, pair) == (0, pair)
     assert capsys.readouterr().out.startswith("PASS drafts ")
-    # what the first run left in --out is no answer of the second
     assert run_serving(tmp_path, monkeypatch, pair, broken=pair[1])[0] == 1
     assert "FAIL drafts            an engine did not answer" in capsys.readouterr().out
 
