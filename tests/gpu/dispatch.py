@@ -406,12 +406,13 @@ def shards_are_multiplied_where_they_lie() -> None:
 
 
 def the_file_is_read_ahead() -> None:
-    """Every byte once and in order, of several ranks by each a share, no further than allowed."""
+    """What is in use and no more than allowed after it, of several ranks by each a share."""
     assert importlib.util.find_spec("vllm_gguf_plugin.read_ahead"), "nothing reads ahead"
     from vllm_gguf_plugin import read_ahead, weight_utils
 
     read_ahead._PIECE, read_ahead._AHEAD = 1000, 4000
     read_ahead.ReadAhead._cached = lambda *_: False
+    usual, rank_of, threads = os.preadv, read_ahead._rank_of_ranks, threading.active_count()
     sizes = (300, 40_000, 8, 2_500)
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/model.gguf"
@@ -423,13 +424,11 @@ def the_file_is_read_ahead() -> None:
         writer.write_tensors_to_file()
         writer.close()
         begins = [int(tensor.data_offset) for tensor in gguf.GGUFReader(path).tensors]
-        whole = sorted(
-            (begin + start, min(1000, size - start))
-            for begin, size in zip(begins, sizes, strict=True)
+        whole = [  # bytes before it, where it begins, its size
+            (sum(sizes[:number]) + start, begins[number] + start, min(1000, size - start))
+            for number, size in enumerate(sizes)
             for start in range(0, size, 1000)
-        )
-        usual, rank_of = os.preadv, weight_utils._rank_of_ranks
-        seen: dict[int, list[tuple[int, int]]] = {}
+        ]
         for rank, ranks in ((0, 1), (0, 3), (1, 3), (2, 3)):
             reads: list[tuple[int, int]] = []
 
@@ -444,32 +443,42 @@ def the_file_is_read_ahead() -> None:
                 return usual(file, buffers, at, *flags)
 
             read_ahead.os = types.SimpleNamespace(**{**vars(os), "preadv": read})
-            weight_utils._rank_of_ranks = lambda rank=rank, ranks=ranks: (rank, ranks)
-            threads = threading.active_count()
+            read_ahead._rank_of_ranks = lambda rank=rank, ranks=ranks: (rank, ranks)
             used = 0
             weights = weight_utils.gguf_quant_weights_iterator_multi([path])
             for size, _ in zip(sizes, weights, strict=False):
                 used += size
-                allowed = min(used + 4000, sum(sizes))
+                wanted = [one[1:] for one in whole[rank::ranks] if one[0] < used + 4000]
                 until = time.monotonic() + 10
-                # what is in use is read without more being asked for, and the next 4,000 bytes
-                while time.monotonic() < until and ranks == 1:
-                    if sum(length for _, length in reads) >= allowed:
-                        break
+                while len(reads) < len(wanted) and time.monotonic() < until:
                     time.sleep(0.002)
-                done = sum(length for _, length in reads)
-                assert done <= allowed + 1000, (rank, used, done)
-                assert ranks > 1 or done >= allowed, (used, done, "is not read ahead")
-            until = time.monotonic() + 10
-            while len(reads) < (len(whole) - rank + ranks - 1) // ranks:
-                assert time.monotonic() < until, (rank, ranks, len(reads), "pieces were read")
-                time.sleep(0.002)
+                time.sleep(0.01)
+                assert sorted(reads) == wanted, (rank, ranks, used, len(reads), len(wanted))
             next(weights, None)
             assert threading.active_count() == threads, "a thread is left"
-            seen[ranks * 10 + rank] = sorted(reads)
-        read_ahead.os, weight_utils._rank_of_ranks = os, rank_of
-    assert seen[10] == whole
-    assert sorted(seen[30] + seen[31] + seen[32]) == whole
+        read_ahead.os, read_ahead._rank_of_ranks = os, rank_of
+
+        read_ahead._READERS = 0
+        parts = list(zip(begins, sizes, strict=True))
+        with read_ahead.ReadAhead(path, parts) as ahead:
+            for size in sizes[:3]:  # as a rank that has none of these layers goes over them
+                ahead.begin(size)
+            assert ahead._take() == (begins[2], 8), "what the loader is done with is read"
+
+        class Scarce(threading.Thread):
+            """Of three threads the system gives two."""
+
+            def start(self) -> None:
+                """Fail as Python does."""
+                if threading.active_count() == threads + 2:
+                    raise RuntimeError("can't start new thread")
+                super().start()
+
+        read_ahead._READERS, read_ahead.threading.Thread = 3, Scarce
+        with read_ahead.ReadAhead(path, parts) as ahead:
+            assert len(ahead._threads) == 2
+        read_ahead.threading.Thread = Scarce.__base__
+        assert threading.active_count() == threads
 
 
 def short_batches_go_to_the_faster_kernel() -> None:
