@@ -481,6 +481,80 @@ def the_file_is_read_ahead() -> None:
         assert threading.active_count() == threads
 
 
+def reading_ahead_ends_whatever_happens() -> None:
+    """Nothing waits for ever and no thread dies, whoever ends it and whatever this Python lacks."""
+    assert importlib.util.find_spec("vllm_gguf_plugin.read_ahead"), "nothing reads ahead"
+    from vllm_gguf_plugin import read_ahead
+
+    failed: list[Any] = []
+    threading.excepthook = failed.append
+    threads = threading.active_count()
+    parts = [(0, 1 << 20)] * 4
+    read_ahead._PIECE, read_ahead._AHEAD = 1 << 18, 1 << 20
+
+    def ends(finish: Callable[[], Any], what: str, left: int = 0) -> None:
+        """Let a thread finish, and wait for no more than `left` of its own."""
+        thread = threading.Thread(target=finish, daemon=True)
+        thread.start()
+        thread.join(10)
+        until = time.monotonic() + 10
+        while threading.active_count() > threads + left and time.monotonic() < until:
+            time.sleep(0.002)
+        assert not thread.is_alive(), f"{what}: waits for ever"
+        assert threading.active_count() == threads + left, f"{what}: a thread is left"
+        assert not failed, f"{what}: {failed[0].exc_value!r}"
+
+    def without_flags(file: int, buffers: list[Any], at: int, *flags: int) -> int:
+        if flags:
+            raise NotImplementedError("preadv2")
+        reads.append(at)
+        return os.preadv(file, buffers, at)
+
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(4 << 20)
+        portable = {name: value for name, value in vars(os).items() if name != "RWF_NOWAIT"}
+        for what, known in (
+            ("preadv takes no flags", {**vars(os), "preadv": without_flags}),
+            ("os has no RWF_NOWAIT", {**portable, "preadv": without_flags}),
+        ):
+            reads: list[int] = []
+            read_ahead.os = types.SimpleNamespace(**known)
+            ahead = read_ahead.ReadAhead(file.name, parts)
+            until = time.monotonic() + 10
+            while len(reads) < 4 and time.monotonic() < until:
+                time.sleep(0.002)
+            ends(ahead.__exit__, what)
+            assert len(reads) >= 4, f"{what}: nothing is read ahead"
+        read_ahead.os = os
+
+        # The garbage collector ends the loader's generator in a thread that holds the lock.
+        ahead = read_ahead.ReadAhead(file.name, parts)
+        usual = ahead._pieces
+
+        def collected() -> Any:
+            for number, piece in enumerate(usual):
+                if number == 2:
+                    ahead.__exit__()
+                yield piece
+
+        with ahead._changed:
+            ahead._pieces = collected()
+        ends(lambda: ahead.begin(4 << 20), "ended by its own thread")
+
+        # While Python shuts down a stopped thread may hold the lock.
+        ahead = read_ahead.ReadAhead(file.name, [])
+        while threading.active_count() > threads:
+            time.sleep(0.002)
+        held = threading.Event()
+        holder = threading.Thread(
+            target=lambda: (ahead._changed.acquire(), held.set(), time.sleep(3600)), daemon=True
+        )
+        holder.start()
+        held.wait()
+        read_ahead.sys = types.SimpleNamespace(is_finalizing=lambda: True)
+        ends(ahead.__exit__, "ended while Python ends", left=1)
+
+
 def short_batches_go_to_the_faster_kernel() -> None:
     """From how many tokens the tiled kernel is taken depends on the length of the rows."""
     for wanted, tokens, sizes in (
@@ -634,7 +708,7 @@ CHECKS = {  # by the patch that fails without
     "0018": [large_copies_go_through_pinned_memory],
     "0019": [few_tokens_go_to_the_decode_kernels],
     "0020": [the_attention_backend_is_there_to_be_chosen],
-    "0021": [the_file_is_read_ahead],
+    "0021": [the_file_is_read_ahead, reading_ahead_ends_whatever_happens],
     "0022": [shards_are_multiplied_where_they_lie],
 }
 
