@@ -112,6 +112,43 @@ def linear_programs(every: bool) -> dict[str, Program]:
     return found
 
 
+def packed_programs() -> dict[str, Program]:
+    """Linear layers and experts unpacked in pairs, by type and tile."""
+    from vllm_gguf_plugin.triton.gemm import packed
+
+    found = {}
+    for name in TYPES:
+        if TYPES[name] not in packed.PACKED_TYPES:
+            continue
+        for routed, tiles in ((False, packed.TILES), (True, packed.EXPERTS_TILES)):
+            for tile in dict.fromkeys(tile for _, tile in tiles):
+                constants = {
+                    **{"QTYPE": TYPES[name], "N": tile.tokens, "P": tile.parts, "M": tile.rows},
+                    "STAGES": tile.stages,
+                }
+                types = {"x_ptr": "*bf16", "w_ptr": "*i32", "y_ptr": "*bf16"}
+                aligned = ["n", "stride_xm", "stride_wn"]
+                if routed:
+                    constants["WEIGHTED"] = True
+                    types |= dict.fromkeys(
+                        ("sorted_ids_ptr", "expert_ids_ptr", "num_padded_ptr"), "*i32"
+                    )
+                    types["weights_ptr"] = "*fp32"
+                    aligned.append("stride_we")
+                else:
+                    constants["COLUMNS"] = tile.columns
+                found[f"packed{' experts' * routed} {name} {'/'.join(map(str, tile))}"] = program(
+                    packed.packed_experts_kernel if routed else packed.packed_kernel,
+                    constants,
+                    types,
+                    aligned,
+                    num_warps=tile.parts,
+                    num_stages=3,
+                    maxnreg=tile.registers,
+                )
+    return found
+
+
 def decode_programs(every: bool) -> dict[str, Program]:
     """Experts of few tokens, by matrix, type, way and tile."""
     from vllm_gguf_plugin.triton.fused_moe import expert_decode as decode
@@ -199,6 +236,7 @@ def programs(every: bool) -> dict[str, Program]:
     return {
         **large_batch_programs(),
         **linear_programs(every),
+        **packed_programs(),
         **decode_programs(every),
         **attention_programs(),
     }

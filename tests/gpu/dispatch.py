@@ -170,6 +170,12 @@ def linear_kernel(name: str) -> Callable[..., torch.Tensor]:
     return kernel
 
 
+def packed_experts(*arguments: Any, tile: Any, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """ggml_moe_packed, which multiplies with the weights of the routing, too."""
+    rows = in_blocks("packed", tile.tokens)(*arguments)
+    return rows if weights is None else gpu(plain(rows) * weights[:, None])
+
+
 def use() -> None:
     """Import the plugin and put the stand-ins in the place of its kernels."""
     from vllm.model_executor.layers.fused_moe import fused_moe as vllm_fused_moe
@@ -189,6 +195,12 @@ def use() -> None:
     ops.moe_sum = lambda values, out: out.copy_(values.sum(dim=1))
     ops.ggml_mul_mat_vec_a8, ops.ggml_mul_mat_a8 = linear_kernel("vec"), linear_kernel("tiled")
     linear.ggml_mul_mat_tensor_cores = linear_kernel("tensor cores")
+    if importlib.util.find_spec("vllm_gguf_plugin.triton.gemm.packed"):
+        from vllm_gguf_plugin.triton.gemm import packed
+
+        MODULES["packed"] = packed
+        linear.ggml_mul_mat_packed = lambda w, x, kind: linear_kernel("packed")(w, x, kind, 0)
+        fused_moe.ggml_moe_packed = packed_experts
     torch.ops._C_gguf.ggml_moe_a8 = in_blocks("tiled", 4)
     torch.ops._C_gguf.ggml_moe_a8_vec = vector
 
@@ -349,6 +361,54 @@ def columns_are_shared_out_to_fill_the_card() -> None:
                 programs = -(-rows // tile.rows) * -(-tokens // tile.tokens)
                 if each > kernels.MIN_STEPS:
                     assert 2 * shares * programs >= tile.programs * 132, (tokens, rows, steps)
+
+
+def packed_kernels_are_taken_where_they_are_asked_for() -> None:
+    """Types, sizes, tokens, and what VLLM_GGUF_PACKED says; columns are shared out once each."""
+    assert "packed" in MODULES, "there are no such kernels"
+    packed = MODULES["packed"]
+    assert [packed.packed_setting(value) for value in (None, "", "0", "1", "2")] == [0, 0, 0, 1, 2]
+    refused = ""
+    try:
+        packed.packed_setting("yes")
+    except ValueError as error:
+        refused = str(error)
+    assert "wanted 0, 1 or 2" in refused, refused
+    before = packed.SETTING
+    for setting, quant_type, tokens, columns, kernel in (
+        (0, Q4_K, 1, 256, "vec"),
+        (1, Q4_K, 1, 256, "packed"),
+        (1, Q5_K, 64, 512, "packed"),
+        (1, Q8_0, 65, 256, "tensor cores"),
+        (2, Q8_0, 65, 256, "packed"),
+        (2, Q6_K, 4, 256, "tensor cores"),
+        (2, Q8_0, 4, 320, "tensor cores"),  # not whole steps
+    ):
+        packed.SETTING = setting
+        w, x = blocks(quant_type, 8, columns), torch.randn(tokens, columns).bfloat16()
+        CALLS.clear()
+        MODULES["linear"]._fused_mul_mat_gguf(gpu(x), w, quant_type)
+        assert [kernel] == CALLS, (setting, quant_type, tokens, columns, CALLS)
+    bf16 = {"dtype": torch.bfloat16}
+    for setting, tokens, how, kernel in (
+        (0, 300, bf16, "large"),
+        (1, 300, bf16, "large"),
+        (2, 300, bf16, "packed"),
+        (2, 65, bf16, "packed"),
+        (2, 300, {}, "large"),  # float32
+        (2, 300, {**bf16, "types": (Q4_K, Q6_K)}, "large"),
+    ):
+        packed.SETTING = setting
+        assert layer(tokens, **how) == [kernel, kernel], (setting, tokens, how, CALLS)
+    packed.SETTING = before
+    for tokens in (1, 8, 9, 17, 33, 64, 65, 8192):
+        for steps in (1, 2, 3, 8, 24, 64):
+            tile = packed.tile_for(tokens).of(steps)
+            for rows in (1, 512, 6144, 154880):
+                shares = packed.shares_of(tile, tokens, rows, steps, 132)
+                turns = -(-steps // (tile.parts if tile.columns else 1))
+                each = -(-turns // shares)
+                assert (shares - 1) * each < turns <= shares * each, (tokens, rows, steps, shares)
 
 
 def shards_are_multiplied_where_they_lie() -> None:
@@ -710,6 +770,7 @@ CHECKS = {  # by the patch that fails without
     "0020": [the_attention_backend_is_there_to_be_chosen],
     "0021": [the_file_is_read_ahead, reading_ahead_ends_whatever_happens],
     "0022": [shards_are_multiplied_where_they_lie],
+    "0023": [packed_kernels_are_taken_where_they_are_asked_for],
 }
 
 

@@ -5,7 +5,8 @@
 
 Run it with the Python of a release's environment (torch, Triton, gguf, the patched plugin). Small
 layers in Triton's interpreter against gguf's dequantisation in float32, activations in float32 too
-(the interpreter has no products of bfloat16), so that what remains is rounding. Weights end where a
+(the interpreter has no products of bfloat16), so that what remains is rounding. Instructions of a
+GPU that the interpreter does not know are executed one by one. Weights end where a
 page that must not be read begins; memory that nobody wrote is NaN. One line a case, and exit status
 1 when one is wrong.
 """
@@ -18,6 +19,7 @@ import ctypes
 import mmap
 import multiprocessing
 import os
+import struct
 import sys
 import time
 import types
@@ -26,6 +28,7 @@ from typing import Any
 from kernels import BLOCK, SCALES, TYPES, plugin_folder
 
 TOLERANCE = 2e-5  # relative to the norm
+TOLERANCE_BF16 = 0.006  # of results in bfloat16, which the interpreter cuts off
 EXPERTS = 6
 # gate/up and down type, tokens, hidden and inner size, how tokens choose, tiles (None: the chosen)
 CASES: list[tuple[str, str, int, int, int, str, str]] = [
@@ -52,19 +55,38 @@ LINEAR: list[tuple[str, int, int, int]] = [
     ("Q8_0", 70, 31, 64),
     ("Q5_K", 5, 65, 256),
 ]
+# the same of the kernels that unpack in pairs, activations, and the tile (None: the chosen one)
+PACKED: list[tuple[str, int, int, int, str, tuple[int, int, int, bool, int, int] | None]] = [
+    ("Q4_K", 1, 40, 768, "float32", None),
+    ("Q5_K", 7, 16, 2304, "float32", None),
+    ("Q8_0", 1, 33, 256, "float32", None),
+    ("Q8_0", 16, 24, 1280, "bfloat16", None),
+    ("Q5_K", 20, 100, 512, "float32", None),
+    ("Q8_0", 64, 130, 1024, "float32", None),
+    ("Q4_K", 33, 129, 256, "bfloat16", None),
+    ("Q5_K", 70, 40, 256, "float32", None),
+    ("Q5_K", 3, 50, 1536, "bfloat16", (8, 2, 16, True, 2, 4)),
+    ("Q8_0", 12, 70, 1536, "float32", (8, 2, 32, False, 2, 4)),
+]
+# type, tokens, rows, columns, how tokens choose, multiplied with the weights of the routing
+PACKED_EXPERTS: list[tuple[str, int, int, int, str, bool]] = [
+    ("Q4_K", 9, 100, 512, "no expert", False),
+    ("Q5_K", 40, 72, 256, "few experts", True),
+    ("Q8_0", 150, 40, 256, "random", True),
+]
 PROCESSORS = 8  # of the card that they think they have: so several programs share out columns
 
 
-def load(folder: str) -> tuple[Any, Any]:
+def load(folder: str) -> tuple[Any, Any, Any]:
     """The modules with the kernels of experts and of linear layers, for the interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
     package = types.ModuleType("vllm_gguf_plugin")
     package.__path__ = [folder]
     sys.modules["vllm_gguf_plugin"] = package
     from vllm_gguf_plugin.triton.fused_moe import expert_decode
-    from vllm_gguf_plugin.triton.gemm import tensor_cores
+    from vllm_gguf_plugin.triton.gemm import packed, tensor_cores
 
-    return expert_decode, tensor_cores
+    return expert_decode, tensor_cores, packed
 
 
 def guarded(torch: Any, tensor: Any) -> Any:
@@ -106,7 +128,7 @@ def route(torch: Any, tokens: int, kind: str) -> Any:
 
 def run(folder: str, case: tuple[str, str, int, int, int, str, str]) -> tuple[float, float]:
     """(difference from the reference, seconds)."""
-    decode, _ = load(folder)
+    decode, _, _ = load(folder)
     import torch
 
     begun = time.monotonic()
@@ -135,19 +157,164 @@ def run(folder: str, case: tuple[str, str, int, int, int, str, str]) -> tuple[fl
 
 def run_linear(folder: str, case: tuple[str, int, int, int]) -> tuple[float, float]:
     """(difference from the reference, seconds)."""
-    _, linear = load(folder)
+    _, linear, _ = load(folder)
     import torch
 
     begun = time.monotonic()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
-    linear._multiprocessors = lambda _: PROCESSORS
+    linear.multiprocessors = lambda _: PROCESSORS
     kind, tokens, rows, columns = case
     w, known = weights(torch, TYPES[kind], rows, columns, experts=1)
     x = torch.randn(tokens, columns)
     got, wanted = linear.ggml_mul_mat_tensor_cores(w[0], x, TYPES[kind], rows), x @ known[0].T
     return float((got - wanted).norm() / wanted.norm()), time.monotonic() - begun
+
+
+def run_packed(
+    folder: str,
+    case: tuple[str, int, int, int, str, tuple[int, int, int, bool, int, int] | None],
+) -> tuple[float, float]:
+    """(difference from the reference, seconds)."""
+    _, _, packed = load(folder)
+    import torch
+
+    begun = time.monotonic()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    packed.multiprocessors = lambda _: PROCESSORS
+    kind, tokens, rows, columns, dtype, tile = case
+    w, known = weights(torch, TYPES[kind], rows, columns, experts=1)
+    x = torch.randn(tokens, columns).to(getattr(torch, dtype))
+    wanted = x.float() @ known[0].T
+    some = packed.Tile(*tile) if tile else None
+    got = packed.ggml_mul_mat_packed(w[0], x, TYPES[kind], tile=some).float()
+    error = float((got - wanted).norm() / wanted.norm())
+    if dtype == "bfloat16" and error < TOLERANCE_BF16:
+        error *= TOLERANCE / TOLERANCE_BF16
+    return error, time.monotonic() - begun
+
+
+def bfloat16(bits: int) -> float:
+    """The value of 16 bits."""
+    return float(struct.unpack("f", struct.pack("I", bits << 16))[0])
+
+
+def rounded(value: float) -> int:
+    """The 16 bits nearest to a value, of two the even ones."""
+    bits = int(struct.unpack("I", struct.pack("f", value))[0])
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def execute(program: str, inputs: dict[str, int]) -> dict[str, int]:
+    """The registers after instructions of PTX for words of 32 bits."""
+    values = dict(inputs)
+
+    def read(name: str) -> int:
+        return int(name, 0) if name[0].isdigit() else values[name]
+
+    def halves(name: str) -> list[float]:
+        return [bfloat16(read(name) >> shift & 0xFFFF) for shift in (0, 16)]
+
+    for line in program.strip().strip("{}").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        out, *names = rest.replace(",", " ").split()
+        if name == "mov.b32":
+            values[out] = read(names[0])
+        elif name == "and.b32":
+            values[out] = read(names[0]) & read(names[1])
+        elif name == "shr.u32":
+            values[out] = read(names[0]) >> read(names[1])
+        elif name == "lop3.b32":
+            a, b, c = (read(one) for one in names[:3])
+            table = read(names[3])
+            bits = [(a >> at & 1) << 2 | (b >> at & 1) << 1 | c >> at & 1 for at in range(32)]
+            values[out] = sum((table >> bit & 1) << at for at, bit in enumerate(bits))
+        elif name == "prmt.b32":
+            eight = read(names[0]) | read(names[1]) << 32
+            taken = [read(names[2]) >> 4 * at & 0xF for at in range(4)]
+            values[out] = sum((eight >> 8 * one & 0xFF) << 8 * at for at, one in enumerate(taken))
+        elif name in ("fma.rn.bf16x2", "mul.rn.bf16x2"):
+            factors = [halves(one) for one in names]
+            added = factors[2] if name.startswith("fma") else [0.0, 0.0]
+            low, high = (rounded(factors[0][i] * factors[1][i] + added[i]) for i in (0, 1))
+            values[out] = low | high << 16
+        else:
+            raise ValueError(f"{name}: wanted an instruction that is known here")
+    return values
+
+
+def run_instructions(folder: str) -> tuple[float, float]:
+    """(largest error of what the instructions make of every byte, seconds)."""
+    _, _, packed = load(folder)
+    begun, worst = time.monotonic(), 0.0
+    scale, offset = rounded(0.0123), rounded(-0.456)
+    for signed in (False, True):
+        program = (packed.SIGNED_BYTES if signed else packed.BYTES).value
+        largest = 256 if signed else 128
+        for first in range(largest):
+            q = [(first + 37 * at) % largest for at in range(4)]
+            inputs = {"$2": sum(byte << 8 * at for at, byte in enumerate(q))}
+            inputs |= {"$3": scale * 0x10001, "$4": offset * 0x10001}
+            made = execute(program, inputs)
+            pairs = made["$0"] | made["$1"] << 32
+            for at, byte in enumerate(q):
+                number = byte - 256 if signed and byte > 127 else byte
+                wanted = number * bfloat16(scale) + (0.0 if signed else bfloat16(offset))
+                got = bfloat16(pairs >> 16 * at & 0xFFFF)
+                worst = max(worst, abs(got - bfloat16(rounded(wanted))))
+    return worst, time.monotonic() - begun
+
+
+def sorted_by_expert(torch: Any, ids: Any, block: int) -> tuple[Any, Any, Any]:
+    """What vLLM's moe_align_block_size returns, the rows of no expert left out."""
+    flat, rows, experts = ids.flatten(), [], []
+    for expert in range(EXPERTS):
+        mine = (flat == expert).nonzero().flatten().tolist()
+        mine += [flat.numel()] * (-len(mine) % block)
+        rows += mine
+        experts += [expert] * (len(mine) // block)
+    unused = [-1] * 2  # blocks that are there, and not used
+    padded = torch.tensor([len(rows)], dtype=torch.int32)
+    rows += [flat.numel()] * block * len(unused)
+    ints = [torch.tensor(values, dtype=torch.int32) for values in (rows, experts + unused)]
+    return ints[0], ints[1], padded
+
+
+def run_packed_experts(
+    folder: str, case: tuple[str, int, int, int, str, bool]
+) -> tuple[float, float]:
+    """(difference from the reference, seconds)."""
+    _, _, packed = load(folder)
+    import torch
+
+    begun = time.monotonic()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    kind, tokens, rows, columns, choice, weighted = case
+    w, known = weights(torch, TYPES[kind], rows, columns)
+    x, factors = torch.randn(tokens, columns), torch.rand(tokens * 2)
+    ids = route(torch, tokens, choice)
+    tile = packed.experts_tile_for(ids.numel(), EXPERTS)
+    arrays = sorted_by_expert(torch, ids, tile.tokens)
+    got = packed.ggml_moe_packed(
+        *(x, w, *arrays, TYPES[kind], rows, 2, tokens),
+        tile=tile,
+        weights=factors if weighted else None,
+    )
+    wanted = torch.full((tokens * 2, rows), torch.nan)
+    for row, expert in enumerate(ids.flatten().tolist()):
+        if 0 <= expert < EXPERTS:
+            wanted[row] = (known[expert] @ x[row // 2]) * (factors[row] if weighted else 1)
+    if not torch.equal(got.isnan(), wanted.isnan()):
+        raise AssertionError("rows of no expert are written, or others are not")
+    error = float((got - wanted).nan_to_num().norm() / wanted.nan_to_num().norm())
+    return error, time.monotonic() - begun
 
 
 def main() -> int:
@@ -168,6 +335,21 @@ def main() -> int:
         results += [
             ("linear {}, {} tokens, {} x {}".format(*one), pool.submit(run_linear, folder, one))
             for one in LINEAR
+        ]
+        results += [
+            (
+                "packed {}, {} tokens, {} x {}, {} {}".format(*one[:-1], one[-1] or "").strip(),
+                pool.submit(run_packed, folder, one),
+            )
+            for one in PACKED
+        ]
+        results.append(("packed instructions, every byte", pool.submit(run_instructions, folder)))
+        results += [
+            (
+                "packed experts {}, {} tokens, {} x {}, {} {}".format(*one),
+                pool.submit(run_packed_experts, folder, one),
+            )
+            for one in PACKED_EXPERTS
         ]
         for name, result in results:
             try:

@@ -171,6 +171,7 @@ def test_options_of_the_server_that_cannot_be(options: dict[str, object], named:
         ({"NCCL_P2P_DISABLE": True}, "one of: 0, 1"),
         ({"VLLM_GGUF_EXPERT_DECODE": 3}, "one of: 0, 1, 2"),
         ({"VLLM_GGUF_EXPERT_DECODE": "off"}, "one of: 0, 1, 2"),
+        ({"VLLM_GGUF_PACKED": "yes"}, "one of: 0, 1, 2"),
         ({"A B": "x"}, "correct the name"),
         ({"VLLM_API_KEY": "hunter2"}, "no secret"),
         ({"HF_TOKEN": "hunter2"}, "no secret"),

@@ -81,11 +81,13 @@ _OWNED_VARIABLES = {
 
 
 # what is read of a variable; NODE is a word of nvidia-smi's topology and none of NCCL's (field
-# report V1), with another VLLM_GGUF_EXPERT_DECODE the server does not start (patch 0019)
+# report V1), with another VLLM_GGUF_EXPERT_DECODE or VLLM_GGUF_PACKED the server does not start
+# (patches 0019 and 0023)
 _VARIABLE_WORDS = {
     "NCCL_P2P_DISABLE": ("0", "1"),
     "NCCL_P2P_LEVEL": ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS"),
     "VLLM_GGUF_EXPERT_DECODE": ("0", "1", "2"),
+    "VLLM_GGUF_PACKED": ("0", "1", "2"),
 }
 
 
