@@ -56,6 +56,7 @@ TOP_K = 8
 # The CUDA kernels round the activations to 8 bits: 0.5 % of the norm for Q6_K and Q8_0, 0.4 to
 # 1.8 % for Q4_K and Q5_K, whose minimums make large terms cancel. The tensor cores round to bf16.
 TOLERANCE = {"tiled": 0.025, "vec": 0.025, "graph": 0.025, "triton": 0.006, "large": 0.004}
+TOLERANCE["packed"] = 0.006  # weights rounded to bf16 as well
 TOLERANCE["decode"] = 0.006  # two products, and what is between them, rounded to bf16
 
 
@@ -133,6 +134,12 @@ def product(torch: Any, ops: Any, kernel: str, t: int, w: Any, x: Any, ids: Any,
         return lambda: large_batch.ggml_moe_large_batch(
             x, w, *aligned, t, rows, top_k, tokens, block_m=block
         )
+    if kernel == "packed":
+        from vllm_gguf_plugin.triton.gemm import packed
+
+        tile = packed.experts_tile_for(ids.numel(), experts)
+        aligned = align(torch, ids, tile.tokens, experts)
+        return lambda: packed.ggml_moe_packed(x, w, *aligned, t, rows, top_k, tokens, tile=tile)
     aligned = align(torch, ids, 4, experts)
     f = ops.ggml_moe_a8_triton if kernel == "triton" else ops.ggml_moe_a8
     return lambda: f(x, w, *aligned, t, rows, top_k, tokens)
@@ -265,6 +272,10 @@ def linear_call(ops: Any, kernel: str, w: Any, x: Any, t: int) -> Any:
         from vllm_gguf_plugin.triton.gemm import tensor_cores
 
         return lambda: tensor_cores.ggml_mul_mat_tensor_cores(w, x, t, w.shape[0])
+    if kernel == "packed":
+        from vllm_gguf_plugin.triton.gemm import packed
+
+        return lambda: packed.ggml_mul_mat_packed(w, x, t)
     f = ops.ggml_mul_mat_vec_a8 if kernel == "vec" else ops.ggml_mul_mat_a8
     return lambda: f(w, x, t, w.shape[0])
 
@@ -417,6 +428,20 @@ def cases(timed: bool) -> dict[str, tuple[Any, ...]]:
                 tokens,
                 "large",
             )
+        for tokens in (1, 9, 17, 40, 1000) if name != "Q6_K" else ():  # a tile each
+            case = f"linear packed {name} {rows}x{cols} {tokens}"
+            c[case] = (linear, TYPES[name], rows, cols, tokens, "packed")
+    for name, shape, tokens, kind in (
+        ("Q4_K", "tp1-w13", 512, "mapped"),
+        ("Q5_K", "tp1-w2", 512, "mapped"),
+        ("Q8_0", "tp1-w2", 512, "random"),
+        ("Q4_K", "tp8-w13", 8192, "same"),
+        ("Q5_K", "tp8-w2", 8192, "random"),
+        ("Q8_0", "tp8-w13", 65, "random"),
+        ("Q8_0", "many-w2", 512, "random"),
+    ):
+        case = f"packed {name} {shape} {tokens}" + f" {kind}" * (kind != "random")
+        c[case] = (moe, "packed", TYPES[name], shape, tokens, kind)
     c["dequantise Q6_K 154880x6144"] = (dequantise, 14, 154880, 6144, 0)
     c["embedding Q4_K 154880x6144 8192"] = (dequantise, 12, 154880, 6144, 8192)
     if timed:

@@ -24,8 +24,9 @@ TOP = 12  # kernels that are named
 # group: what the names of its kernels have in them; the first that fits
 GROUPS = (
     ("between", r"^triton_(poi|per|red)_"),  # what torch.compile fused
-    ("experts", r"moe_vec_q|moe_q\d|_moe_kernel|gate_up_kernel|down_kernel|large_batch_kernel"),
-    ("linear", r"mul_mat|_gemm_kernel\b|dequant|linear_kernel"),
+    ("experts", r"moe_vec_q|moe_q\d|_moe_kernel|gate_up_kernel|down_kernel"),
+    ("experts", r"large_batch_kernel|packed_experts_kernel"),
+    ("linear", r"mul_mat|_gemm_kernel\b|dequant|linear_kernel|packed_kernel"),
     ("rounding to 8 bits", r"quantize_q8_1|quantize_row_q8"),
     ("attention", r"mla|flash|fmha|attn|join_parts|get_mla_metadata"),
     ("indexer", r"mqa_logits|indexer|top_?k_?per_?row|persistent_topk|radix|hadamard|_req_index"),
@@ -84,7 +85,7 @@ def short(event: dict[str, Any]) -> str:
     if "elementwise" in plain or "reduce" in plain:  # what they do is in the argument
         inner = re.findall(r"(\w+(?:Functor|_kernel_cuda|Ops|Op))\b", name)
         plain += f" {inner[0]}" if inner else ""
-    if plain in ("large_batch_kernel", "linear_kernel"):
+    if plain in ("large_batch_kernel", "linear_kernel", "packed_kernel"):
         plain += f" {event.get('args', {}).get('grid', '')}"
     return plain[:90]
 
@@ -92,10 +93,10 @@ def short(event: dict[str, Any]) -> str:
 def group(name: str, before: str = "") -> str:
     """The group of a kernel; ``before``: the one that ran before it.
 
-    Patches 0013 and 0019 add up sums with kernels of one name, each after its own.
+    Patches 0013, 0019 and 0023 add up sums with kernels of one name, each after its own.
     """
     if name == "sum_kernel":
-        return "linear" if before.startswith("linear_kernel") else "experts"
+        return "linear" if before.startswith(("linear_kernel", "packed_kernel")) else "experts"
     return next((one for one, words in GROUPS if re.search(words, name, re.I)), "rest")
 
 

@@ -464,6 +464,9 @@ def test_sums_belong_to_the_kernel_before_them() -> None:
     assert kineto.group(one) == "linear"
     assert kineto.group("sum_kernel", one) == "linear"
     assert kineto.group("sum_kernel", "down_kernel") == "experts"
+    assert kineto.group("packed_kernel [48, 1, 11]") == "linear"
+    assert kineto.group("sum_kernel", "packed_kernel [48, 1, 11]") == "linear"
+    assert kineto.group("packed_experts_kernel") == "experts"
     assert kineto.group("large_batch_kernel [48, 1, 1]", one) == "experts"
 
 
