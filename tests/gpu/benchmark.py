@@ -178,10 +178,12 @@ def end(process: subprocess.Popen[bytes], patience: float = 15) -> None:
         return True
 
     send(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(patience)
-    send(signal.SIGKILL)
-    process.wait()
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+    finally:  # also when a signal ends the waiting
+        send(signal.SIGKILL)
+        process.wait()
     until = time.monotonic() + patience
     while send(0) and time.monotonic() < until:
         time.sleep(0.1)

@@ -164,8 +164,8 @@ def compile_one(
     return ""
 
 
-def compile_all(folder: str, decode: Any, arguments: argparse.Namespace) -> None:
-    """Compile what will be timed, side by side."""
+def compile_all(folder: str, decode: Any, arguments: argparse.Namespace) -> int:
+    """Compile what will be timed, side by side; how many kernels could not run."""
     jobs = [
         (matrix, pairwise, number)
         for matrix in ("gate_up", "down")
@@ -177,10 +177,11 @@ def compile_all(folder: str, decode: Any, arguments: argparse.Namespace) -> None
     with concurrent.futures.ProcessPoolExecutor(arguments.jobs, mp_context=fresh) as pool:
         types = tuple(arguments.types)
         waiting = [pool.submit(compile_one, folder, types, arguments.rank_of, job) for job in jobs]
-        for one in waiting:
-            if fault := one.result():
-                print(f"FAIL {fault}", flush=True)
+        faults = [fault for one in waiting if (fault := one.result())]
+    for fault in faults:
+        print(f"FAIL {fault}", flush=True)
     print(f"{len(jobs)} kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
+    return len(faults)
 
 
 def usual_kernel(tokens: int, columns: int) -> str:
@@ -294,7 +295,7 @@ def main() -> int:
     ops = load_ops(folder)
     from vllm_gguf_plugin.triton.fused_moe import expert_decode as decode
 
-    compile_all(folder, decode, arguments)  # before this process has a CUDA context
+    faults = compile_all(folder, decode, arguments)  # before this process has a CUDA context
     import torch
 
     copy = copy_bandwidth(torch)
@@ -312,8 +313,9 @@ def main() -> int:
         print(f"{tokens:>6} {summary(found, WAYS[tokens <= decode.PAIRWISE_TOKENS])}")
     for line in goals(results, decode.PAIRWISE_TOKENS):
         print(line)
-    print(f"{'FAIL' if wrong else 'PASS'} {wrong} results differ from those of the chosen tiles")
-    return 1 if wrong else 0
+    verdict = f"{wrong} results differ from those of the chosen tiles, {faults} kernels did not run"
+    print(f"{'FAIL' if wrong or faults else 'PASS'} {verdict}")
+    return 1 if wrong or faults else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import asyncio
 import gzip
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -601,6 +602,29 @@ def test_a_server_that_ends_is_told_with_its_first_error_and_leaves_nothing(tmp_
         for path in Path("/proc").glob("[0-9]*/cmdline")
         for line in [_cmdline(path)]
     )
+
+
+def test_a_signal_while_a_server_ends_does_not_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); "
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{program} time.sleep(60)"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    with process.stdout as out:
+        out.readline()
+    wait = process.wait
+
+    def interrupted(timeout: float | None = None) -> int:
+        if timeout is not None:
+            raise SystemExit(143)  # what a second SIGTERM does
+        return wait()
+
+    monkeypatch.setattr(process, "wait", interrupted)
+    with pytest.raises(SystemExit):
+        benchmark.end(process)
+    assert process.returncode == -signal.SIGKILL
 
 
 def _cmdline(path: Path) -> bytes:

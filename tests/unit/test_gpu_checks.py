@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import argparse
+import concurrent.futures
 import importlib.util
 import json
 import subprocess
@@ -31,7 +33,7 @@ sys.modules["serving"] = serving  # true_sizes imports it from its own folder
 true_sizes = load("true_sizes")
 sys.modules["kernels"] = load("kernels")
 compiler = load("compile")
-tune = load("tune_experts")
+sys.modules["tune_experts"] = tune = load("tune_experts")
 
 
 def forced(
@@ -243,7 +245,7 @@ def test_what_is_timed_as_patched_is_what_the_series_takes(columns: int, least: 
 
 
 @pytest.mark.parametrize(
-    "name", ["run", "serving", "kernels", "attention", "true_sizes", "tune_experts"]
+    "name", ["run", "serving", "kernels", "attention", "true_sizes", "tune_experts", "tune_linear"]
 )
 def test_without_a_gpu_it_is_said_that_nothing_was_checked(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -258,6 +260,21 @@ def test_without_a_gpu_it_is_said_that_nothing_was_checked(
     monkeypatch.setattr("sys.argv", [name])
     assert module.main() == 0
     assert "nothing was checked" in capsys.readouterr().out.lower()
+
+
+def test_a_kernel_that_does_not_compile_is_told_and_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Here(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, jobs: int, **_: Any) -> None:
+            super().__init__(jobs)
+
+    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(tune, "tiles", lambda *_: [(4, 16), (8, 16)])
+    monkeypatch.setattr(tune, "compile_one", lambda *job: "" if job[3][2] else f"{job[3]}: no")
+    arguments = argparse.Namespace(jobs=2, types=["Q4_K", "Q5_K"], rank_of=8)
+    assert tune.compile_all("", None, arguments) == 4
+    assert capsys.readouterr().out.count("FAIL (") == 4
 
 
 @pytest.mark.parametrize("name", ["compile", "dispatch", "interpret"])
