@@ -170,6 +170,15 @@ def linear_kernel(name: str) -> Callable[..., torch.Tensor]:
     return kernel
 
 
+def dequantise(
+    w: torch.Tensor, quant_type: int, rows: int, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """ggml_dequantize."""
+    CALLS.append("dequantised")
+    values = gguf.quants.dequantize(plain(w).numpy(), gguf.GGMLQuantizationType(quant_type))
+    return gpu(torch.from_numpy(values).view(rows, columns).to(dtype))
+
+
 def packed_experts(*arguments: Any, tile: Any, weights: torch.Tensor | None = None) -> torch.Tensor:
     """ggml_moe_packed, which multiplies with the weights of the routing, too."""
     rows = in_blocks("packed", tile.tokens)(*arguments)
@@ -192,6 +201,7 @@ def use() -> None:
     vllm_fused_moe.moe_align_block_size = align
     ops._cuda_kernel_available = ops._cuda_gemm_kernel_available = lambda *_: True
     ops.ggml_moe_get_block_size = lambda _: 4
+    ops.ggml_dequantize = dequantise
     ops.moe_sum = lambda values, out: out.copy_(values.sum(dim=1))
     ops.ggml_mul_mat_vec_a8, ops.ggml_mul_mat_a8 = linear_kernel("vec"), linear_kernel("tiled")
     linear.ggml_mul_mat_tensor_cores = linear_kernel("tensor cores")
@@ -329,21 +339,36 @@ def long_batches_go_to_the_tensor_cores() -> None:
     assert [block_m(tokens * 8, 256) for tokens in (256, 8192)] == [32, 128]
 
 
-def linear_layers_go_to_the_tensor_cores() -> None:
-    """Linear layers: from 4 tokens on, for the types that are unpacked there."""
-    for quant_type, tokens, kernel in (
-        (Q4_K, 1, "vec"),
-        (Q4_K, 3, "vec"),
-        (Q4_K, 4, "tensor cores"),
-        (Q6_K, 64, "tensor cores"),
-        (Q8_0, 8192, "tensor cores"),
-        (IQ4_XS, 16, "vec"),
-    ):
+def goes_to(*cases: tuple[int, int, str]) -> None:
+    """A linear layer of a type and so many tokens goes to a kernel, and its result comes back."""
+    for quant_type, tokens, kernel in cases:
         w, x = blocks(quant_type, 8, 256), torch.randn(tokens, 256)
         CALLS.clear()
         got = MODULES["linear"]._fused_mul_mat_gguf(gpu(x), w, quant_type)
         assert torch.equal(got, multiply(x, w, quant_type))
         assert [kernel] == CALLS, (quant_type, tokens, CALLS)
+
+
+def linear_layers_go_to_the_tensor_cores() -> None:
+    """Linear layers: from 4 tokens on, for the types that are unpacked there."""
+    goes_to(
+        (Q4_K, 1, "vec"),
+        (Q4_K, 3, "vec"),
+        (Q4_K, 4, "tensor cores"),
+        (Q6_K, 64, "tensor cores"),
+        (Q8_0, 100, "tensor cores"),
+        (IQ4_XS, 16, "vec"),
+    )
+
+
+def prompts_are_multiplied_with_dequantised_weights() -> None:
+    """Linear layers: from a number of tokens on, whatever the type."""
+    least = MODULES["linear"].DEQUANTISE_MIN_TOKENS
+    goes_to(
+        (Q4_K, least - 1, "tensor cores"),
+        *((quant_type, least, "dequantised") for quant_type in (Q4_K, Q5_K, Q6_K, Q8_0, IQ4_XS)),
+        (IQ4_XS, 17, "dequantised"),
+    )
 
 
 def columns_are_shared_out_to_fill_the_card() -> None:
@@ -771,6 +796,7 @@ CHECKS = {  # by the patch that fails without
     "0021": [the_file_is_read_ahead, reading_ahead_ends_whatever_happens],
     "0022": [shards_are_multiplied_where_they_lie],
     "0023": [packed_kernels_are_taken_where_they_are_asked_for],
+    "0024": [prompts_are_multiplied_with_dequantised_weights],
 }
 
 
