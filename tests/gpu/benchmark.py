@@ -766,6 +766,8 @@ def main() -> int:
         return 0
     if unknown := [name for name in arguments.model or () if not MODEL.fullmatch(name)]:
         parser.error(f"--model {' '.join(unknown)}: wanted tp1-6 or rank-20, 2 layers at least")
+    if arguments.no_vllm and not arguments.llama_server:
+        parser.error("--no-vllm without --llama-server PATH leaves nothing to measure")
     from gpubox.errors import GpuboxError
 
     try:

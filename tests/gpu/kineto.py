@@ -16,11 +16,12 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 STEP = re.compile(r"execute_context_(\d+)\((\d+)\)_generation_(\d+)\((\d+)\)")
 TOP = 12  # kernels that are named
+PRODUCT = r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitK"
 # group: what the names of its kernels have in them; the first that fits
 GROUPS = (
     ("between", r"^triton_(poi|per|red)_"),  # what torch.compile fused
@@ -31,11 +32,20 @@ GROUPS = (
     ("attention", r"mla|flash|fmha|attn|join_parts|get_mla_metadata"),
     ("indexer", r"mqa_logits|indexer|top_?k_?per_?row|persistent_topk|radix|hadamard|_req_index"),
     ("routing", r"moe_align|count_and_sort|grouped_topk|topk|moe_sum|router|gating"),
-    ("matrices in bfloat16", r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitK"),
+    ("matrices in bfloat16", PRODUCT),
     ("sampling", r"argmax|softmax|sample|distribution|exponential|multinomial|penal|bernoulli"),
     ("copies", r"^memcpy|^memset|copy|CatArray"),
     ("between", r"norm|rotary|rope|silu|act_and_mul|elementwise|reduce|Fill|fused"),
 )
+
+
+class Work(NamedTuple):
+    """A kernel, copy or fill: microseconds, and the stream on which it waited for others."""
+
+    began: float
+    duration: float
+    name: str
+    stream: int = 0
 
 
 @dataclass
@@ -45,7 +55,7 @@ class Step:
     contexts: int
     context_tokens: int
     generations: int
-    work: list[tuple[float, float, str]] = field(default_factory=list)  # begin, duration, name
+    work: list[Work] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -91,10 +101,13 @@ def short(event: dict[str, Any]) -> str:
 
 
 def group(name: str, before: str = "") -> str:
-    """The group of a kernel; ``before``: the one that ran before it.
+    """The group of a kernel; ``before``: the one before it on its stream.
 
-    Patches 0013, 0019 and 0023 add up sums with kernels of one name, each after its own.
+    Patches 0013, 0019 and 0023 add up sums with kernels of one name, each after its own. A product
+    of matrices with weights that were just dequantised is one of a linear layer.
     """
+    if "dequant" in before and re.search(PRODUCT, name, re.I):
+        return "linear"
     if name == "sum_kernel":
         return "linear" if before.startswith(("linear_kernel", "packed_kernel")) else "experts"
     return next((one for one, words in GROUPS if re.search(words, name, re.I)), "rest")
@@ -104,7 +117,7 @@ def steps(events: Iterable[dict[str, Any]], categories: Sequence[str] = ON_DEVIC
     """The annotated steps in order, with what each launched."""
     begins: list[tuple[float, Step]] = []
     launches: dict[Any, float] = {}
-    work: list[tuple[float, float, str, Any]] = []
+    work: list[tuple[Work, Any]] = []
     for event in events:
         kind, name = event.get("cat"), str(event.get("name", ""))
         if event.get("ph") != "X" or "ts" not in event:
@@ -116,28 +129,29 @@ def steps(events: Iterable[dict[str, Any]], categories: Sequence[str] = ON_DEVIC
         elif kind in ("cuda_runtime", "cuda_driver"):
             launches[event.get("args", {}).get("correlation")] = began
         elif kind in categories:
-            correlation = event.get("args", {}).get("correlation")
-            work.append((began, float(event.get("dur", 0)), short(event), correlation))
+            facts = event.get("args", {})
+            one = Work(began, float(event.get("dur", 0)), short(event), facts.get("stream", 0))
+            work.append((one, facts.get("correlation")))
     begins.sort(key=lambda pair: pair[0])
     times = [began for began, _ in begins]
-    for began, duration, name, correlation in sorted(work, key=lambda one: one[0]):
+    for one, correlation in sorted(work, key=lambda pair: pair[0].began):
         launched = launches.get(correlation)
         if launched is None:
             if launches:
                 continue  # launched before the trace began
-            launched = began  # what runs on the CPU
+            launched = one.began  # what runs on the CPU
         number = bisect.bisect_right(times, launched) - 1
         if number >= 0:
-            begins[number][1].work.append((began, duration, name))
+            begins[number][1].work.append(one)
     return [step for _, step in begins]
 
 
-def covered(work: Iterable[tuple[float, float, str]]) -> float:
+def covered(work: Iterable[Work]) -> float:
     """Microseconds in which something ran; ``work`` in order of time."""
     total, until = 0.0, float("-inf")
-    for began, duration, _ in work:
-        end = began + duration
-        total += max(0.0, end - max(began, until))
+    for one in work:
+        end = one.began + one.duration
+        total += max(0.0, end - max(one.began, until))
         until = max(until, end)
     return total
 
@@ -160,7 +174,7 @@ def prefilling(found: Sequence[Step]) -> list[Step]:
 def unassigned(events: Iterable[dict[str, Any]], found: Sequence[Step]) -> float:
     """Share of the card's time in a trace that is in no step."""
     times = [float(event.get("dur", 0)) for event in events if event.get("cat") in ON_DEVICE]
-    assigned = sum(duration for step in found for _, duration, _ in step.work)
+    assigned = sum(one.duration for step in found for one in step.work)
     return 1 - assigned / sum(times) if sum(times) else 0.0
 
 
@@ -172,21 +186,22 @@ def summarize(chosen: Sequence[Step]) -> Profile | None:
     groups: dict[str, list[float]] = {}
     kernels: dict[str, list[float]] = {}
     for step in chosen:
-        before = ""
-        for _, duration, name in step.work:
-            for sums, key in ((groups, group(name, before)), (kernels, name)):
+        before: dict[int, str] = {}
+        for one in step.work:
+            of = group(one.name, before.get(one.stream, ""))
+            for sums, key in ((groups, of), (kernels, one.name)):
                 entry = sums.setdefault(key, [0.0, 0.0])
-                entry[0] += duration
+                entry[0] += one.duration
                 entry[1] += 1
-            before = name
+            before[one.stream] = one.name
 
     def mean(sums: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
         count = len(chosen)
         parts = {key: (ms / count / 1e3, calls / count) for key, (ms, calls) in sums.items()}
         return dict(sorted(parts.items(), key=lambda part: -part[1][0]))
 
-    first = [step.work[0][0] for step in chosen]
-    last = max(began + duration for began, duration, _ in chosen[-1].work)
+    first = [step.work[0].began for step in chosen]
+    last = max(one.began + one.duration for one in chosen[-1].work)
     period = (first[-1] - first[0]) / (len(first) - 1) if len(first) > 1 else last - first[0]
     busy = sum(covered(step.work) for step in chosen) / len(chosen)
     return Profile(len(chosen), busy / 1e3, period / 1e3, mean(groups), mean(kernels))

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kernels import BLOCK, TYPES, load_ops, plugin_folder, weights
+from kernels import BLOCK, TYPES, largest, load_ops, plugin_folder, weights
 from tune_experts import copy_bandwidth, label, milliseconds
 
 TOLERANCE = 0.006  # of the norm: bfloat16
@@ -138,7 +138,7 @@ def measure(
     x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
     known = ops.ggml_dequantize(some[0], kind, rows, columns, torch.float32)
     known = x.float() @ known.T
-    found, worst = {}, 0.0
+    found, errors = {}, []
     usual = {"vec": ops.ggml_mul_mat_vec_a8, "tiled": ops.ggml_mul_mat_a8}
     for name, call in usual.items():
         if name != "vec" or tokens <= 8:
@@ -152,8 +152,8 @@ def measure(
         except Exception as fault:
             print(f"{way.name}: {str(fault).splitlines()[0][:100]}")
             error = math.nan if way.name.endswith("*") else 0.0
-        worst = error if not error <= worst else worst
-    return found, worst
+        errors.append(error)
+    return found, largest(errors)
 
 
 def main() -> int:

@@ -468,6 +468,9 @@ def test_sums_belong_to_the_kernel_before_them() -> None:
     assert kineto.group("packed_kernel [48, 1, 11]") == "linear"
     assert kineto.group("sum_kernel", "packed_kernel [48, 1, 11]") == "linear"
     assert kineto.group("packed_experts_kernel") == "experts"
+    product = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN"
+    assert kineto.group(product) == "matrices in bfloat16"
+    assert kineto.group(product, "dequantize_block_q5_K") == "linear"
     assert kineto.group("large_batch_kernel [48, 1, 1]", one) == "experts"
 
 
@@ -602,6 +605,25 @@ def test_a_server_that_ends_is_told_with_its_first_error_and_leaves_nothing(tmp_
         for path in Path("/proc").glob("[0-9]*/cmdline")
         for line in [_cmdline(path)]
     )
+
+
+def test_sums_belong_to_the_kernel_before_them_on_their_stream() -> None:
+    work = [
+        kineto.Work(10, 20, "linear_kernel [8, 1, 1]", 7),
+        kineto.Work(15, 30, "gate_up_kernel", 20),
+        kineto.Work(31, 50, "sum_kernel", 7),
+    ]
+    profile = kineto.summarize([kineto.Step(0, 0, 1, work)])
+    assert profile.groups == {"linear": (0.07, 2), "experts": (0.03, 1)}
+
+
+def test_nothing_to_measure_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmark", "--cpu", "--no-vllm"])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "leaves nothing to measure" in capsys.readouterr().err
 
 
 def test_a_signal_while_a_server_ends_does_not_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:

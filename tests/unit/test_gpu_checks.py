@@ -262,6 +262,15 @@ def test_without_a_gpu_it_is_said_that_nothing_was_checked(
     assert "nothing was checked" in capsys.readouterr().out.lower()
 
 
+@pytest.mark.parametrize("errors", [[float("nan"), 0.001], [0.001, float("nan")], [0.001, 0.006]])
+def test_one_wrong_part_is_enough(errors: list[float]) -> None:
+    """``max`` and comparisons lose what is no number."""
+    kernels = sys.modules["kernels"]
+    assert kernels.accepted([0.001, 0.002], 0.006) == "error 0.0020"
+    with pytest.raises(AssertionError):
+        kernels.accepted(errors, 0.006)
+
+
 def test_a_kernel_that_does_not_compile_is_told_and_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
