@@ -84,7 +84,13 @@ def down(chosen: settings.Settings, console: Console, *, keep_cache: bool) -> No
 
 
 def status(chosen: settings.Settings, console: Console) -> None:
-    """Say what is there."""
+    """Say what is there, or that it is being made or removed."""
+    if busy := lock.holder(chosen.cache / "demo.lock"):
+        console.say(
+            f"{NAME}: `make demo` or `make demo-down` is at work (PID {busy}); what Ansible does "
+            f"stands in {site.LOG}"
+        )
+        return
     podman = Podman.here(chosen.cache)
     found = box.inspect(podman, NAME)
     if found is None:

@@ -44,6 +44,18 @@ def in_turn(path: Path) -> Iterator[None]:
         yield
 
 
+def holder(path: Path) -> str | None:
+    """The number of the process that holds ``path``, None when nobody does."""
+    if not path.exists():
+        return None
+    with path.open(encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return stream.read().strip() or "unknown"
+    return None
+
+
 def _sign(handle: int) -> None:
     os.ftruncate(handle, 0)
     os.write(handle, f"{os.getpid()}\n".encode())

@@ -115,7 +115,9 @@ def main() -> int:
     print(f"\n{'part':<15} {'passed':>7} {'failed':>7} {'seconds':>8}")
     for name, passed, failed, seconds in results:
         print(f"{name:<15} {passed:>7} {failed:>7} {seconds:>8.0f}")
-    return 1 if any(failed for _, _, failed, _ in results) else 0
+    wrong = [name for name, _, failed, _ in results if failed]
+    print(f"\ngpu-check: {'wrong: ' + ', '.join(wrong) if wrong else 'all of it is right'}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

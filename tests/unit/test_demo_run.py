@@ -65,6 +65,20 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
         pass  # free again
 
 
+def test_a_status_while_the_demo_is_made_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpubox/demo.lock"
+    on_path(monkeypatch, tmp_path, "podman")["podman"].answer({"version": (0, "4.3.1\n", "")})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("DEMO_SUITE", raising=False)
+    assert lock.holder(path) is None
+    with lock.alone(path, "another run"):
+        assert main(["status"]) == 0
+        assert f"is at work (PID {os.getpid()})" in capsys.readouterr().out
+    assert lock.holder(path) is None  # the file stays, and nobody holds it
+
+
 def test_errors_have_three_parts_and_an_exit_status(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,7 +127,8 @@ def check_device(stack: str, wanted: str, box: str) -> list[Finding]:
                 "device",
                 "no NVIDIA device",
                 f"an NVIDIA card for stack {stack}",
-                "seat or power the cards (lspci -nn | grep 10de), or set plan_stack: glm5-cpu",
+                "seat or power the cards (lspci -nn | grep 10de); "
+                "without any, only tests can be served, with plan_stack: glm5-cpu",
             )
         ]
     return [

@@ -703,7 +703,11 @@ def plan(
     else:
         cards = _choose_cards(result, hardware, overrides)
         if not cards:
-            result.refuse("no usable NVIDIA card", "at least one", "set plan_stack: glm5-cpu")
+            result.refuse(
+                "no usable NVIDIA card",
+                "at least one",
+                "seat or power the cards; for tests without any set plan_stack: glm5-cpu",
+            )
         _parallel(result, max(len(cards), 1), model, overrides)
         used = (
             result.tensor_parallel_size * result.pipeline_parallel_size * result.data_parallel_size
