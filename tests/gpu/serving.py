@@ -27,6 +27,7 @@ says so and ends with 0.
 - mtp: the model itself with and without speculation; a text may part at a near-tie only.
 - experts: what is decoded with the expert kernels for few tokens is what is decoded without; a text
   may part at a near-tie only.
+- packed forced, packed: golden, experts with the kernels of patch 0023.
 - graphs, mtp graphs, drafts graphs: what is decoded in CUDA graphs, 16 texts at once and fewer
   toward their ends, is what is decoded without; graphs were captured.
 """
@@ -67,7 +68,7 @@ GRAPHS = {
     "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 48]},
 }
 TRITON = {"attention_backend": "CUSTOM"}
-PACKED = {"kv_cache_dtype": "fp8_ds_mla"}
+CACHE = {"kv_cache_dtype": "fp8_ds_mla"}  # the only fp8 cache that sparse attention reads
 # engine: model, texts whose tokens it judges, options
 ENGINES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "model": ("model", ("golden", "sparse", "long"), {}),
@@ -75,9 +76,11 @@ ENGINES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "model+graphs": ("model", (), GRAPHS),
     "model+mtp+graphs": ("model", (), {**MTP, **GRAPHS}),
     "model+usual experts": ("model", (), {}),
+    # steps of fewer tokens than from which patch 0024 dequantises instead
+    "model+packed": ("model", ("golden",), {"max_num_batched_tokens": 512}),
     "model+fp8": ("model", ("sparse",), {"kv_cache_dtype": "fp8"}),
     "model+triton": ("model", ("sparse",), TRITON),
-    "model+triton+fp8": ("model", ("sparse",), {**TRITON, **PACKED}),
+    "model+triton+fp8": ("model", ("sparse",), {**TRITON, **CACHE}),
     "model+triton+mtp+graphs": ("model", (), {**TRITON, **MTP, **GRAPHS}),
     "foreseeing": ("foreseeing", (), {}),
     "foreseeing+mtp": ("foreseeing", (), MTP),
@@ -89,6 +92,7 @@ ENGINES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 FORCED: dict[str, tuple[str, str]] = {
     **{name: ("model", f"model {name}") for name in TEXTS},
     **{kind: (kind, f"{kind} golden") for kind in TYPES},
+    "packed forced": ("model+packed", "model golden"),
     "fp8": ("model+fp8", "model sparse"),
     "triton": ("model+triton", "model sparse"),
     "triton fp8": ("model+triton+fp8", "model sparse"),
@@ -96,6 +100,7 @@ FORCED: dict[str, tuple[str, str]] = {
 # check: engine whose continuations are wanted, engine that is compared with it
 SAME: dict[str, tuple[str, str]] = {
     "experts": ("model+usual experts", "model"),
+    "packed": ("model", "model+packed"),
     "mtp": ("model", "model+mtp"),
     "drafts": ("foreseeing", "foreseeing+mtp"),
     "graphs": ("model", "model+graphs"),
@@ -104,7 +109,10 @@ SAME: dict[str, tuple[str, str]] = {
     "triton mtp graphs": ("model", "model+triton+mtp+graphs"),
 }
 
-VARIABLES = {"model+usual experts": {"VLLM_GGUF_EXPERT_DECODE": "0"}}  # of an engine
+VARIABLES = {  # of an engine
+    "model+usual experts": {"VLLM_GGUF_EXPERT_DECODE": "0"},
+    "model+packed": {"VLLM_GGUF_PACKED": "2"},
+}
 
 
 def texts(name: str) -> list[list[int]]:
@@ -168,10 +176,19 @@ def foreseeing(model: Path, target: Path) -> Path:
     return copy
 
 
-def reference(models: dict[str, Path]) -> dict[str, Any]:
+def compared(engines: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """By model, the texts in which these engines are compared with transformers."""
+    keys = dict.fromkeys(key for part, key in FORCED.values() if part in engines)
+    found: dict[str, tuple[str, ...]] = {}
+    for model, text in (key.split() for key in keys):
+        found[model] = (*found.get(model, ()), text)
+    return found
+
+
+def reference(models: dict[str, Path], engines: Collection[str]) -> dict[str, Any]:
     """Log probabilities in float32, and in bfloat16 for the noise, by transformers.
 
-    Keys: model, text, dtype.
+    Those that these engines are compared with. Keys: model, text, dtype.
     """
     import torch
 
@@ -185,16 +202,16 @@ def reference(models: dict[str, Path]) -> dict[str, Any]:
     def compute(loaded: Any, key: str, text: str) -> None:
         result[key] = [logprobs(loaded, torch.tensor([ids], device=device)) for ids in texts(text)]
 
-    for model, names in {"model": tuple(TEXTS), **dict.fromkeys(TYPES, ("golden",))}.items():
+    for model, names in compared(engines).items():
         loaded = golden.load(models[model])[0].to(device)
         for name in names:
             compute(loaded, f"{model} {name} float32", name)
         rounded = golden.load(models[model])[0].to(device, torch.bfloat16)
         for name in names:
             compute(rounded, f"{model} {name} bfloat16", name)
-        if model == "model":
-            attend_to_all(loaded)
-            for name in ("sparse", "long"):
+        attend_to_all(loaded)
+        for name in names:
+            if max(TEXTS[name]) > TOPK:
                 compute(loaded, f"{model} {name} all tokens", name)
     return result
 
@@ -343,8 +360,7 @@ def judge_same(
 
 def parts(engines: Collection[str]) -> list[str]:
     """What is started: the reference only if one of the engines is compared with it."""
-    compared = any(part in engines for part, _ in FORCED.values())
-    return [*(["reference"] if compared else []), *engines]
+    return [*(["reference"] if compared(engines) else []), *engines]
 
 
 def judged(
@@ -408,7 +424,7 @@ def main() -> int:
         models = json.loads((arguments.out / "models.json").read_text())
         models = {name: Path(path) for name, path in models.items()}
         if arguments.part == "reference":
-            answer = reference(models)
+            answer = reference(models, arguments.engines)
         else:
             model, forced, options = ENGINES[arguments.part]
             options = options | json.loads(arguments.options)
@@ -427,7 +443,7 @@ def main() -> int:
         engines = tuple(dict.fromkeys(arguments.engines or ENGINES))
         for part in parts(engines):
             command = [sys.executable, __file__, "--part", part, "--out", str(work)]
-            command += ["--options", arguments.options]
+            command += ["--options", arguments.options, "--engines", *engines]
             running[part] = run(command, work / f"{part}.log", VARIABLES.get(part))
             if arguments.cpu:
                 running[part].wait()

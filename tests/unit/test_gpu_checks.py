@@ -107,7 +107,7 @@ def test_no_graph_at_all_is_a_failure() -> None:
 
 def test_every_check_fails_when_no_engine_answers() -> None:
     lines = serving.judged({})
-    assert len({check for check, _, _ in lines}) == len(lines) == 17
+    assert len({check for check, _, _ in lines}) == len(lines) == 19
     assert not any(passed for _, passed, _ in lines)
 
 
@@ -118,6 +118,7 @@ def test_every_check_fails_when_no_engine_answers() -> None:
         (["model+usual experts"], set()),
         (["foreseeing", "foreseeing+mtp"], {"drafts"}),
         (["Q4_K", "model+fp8"], {"Q4_K", "fp8"}),
+        (["model", "model+packed"], {"golden", "sparse", "long", "packed forced", "packed"}),
     ],
 )
 def test_only_checks_of_the_engines_that_were_asked_for_are_judged(
@@ -126,6 +127,15 @@ def test_only_checks_of_the_engines_that_were_asked_for_are_judged(
     assert {check for check, _, _ in serving.judged({}, engines)} == checks
     assert serving.parts(engines)[-len(engines) :] == engines
     assert ("reference" in serving.parts(engines)) == bool(checks - set(serving.SAME))
+
+
+def test_only_references_that_an_engine_is_compared_with_are_computed() -> None:
+    assert serving.compared(["model+packed", "Q4_K", "foreseeing"]) == {
+        "model": ("golden",),
+        "Q4_K": ("golden",),
+    }
+    assert serving.compared(["model+fp8", "model"]) == {"model": ("golden", "sparse", "long")}
+    assert not serving.compared(["model+mtp"])
 
 
 def test_every_check_names_engines_that_there_are() -> None:
