@@ -14,6 +14,11 @@ description:
 options:
   path: {description: The directory., type: path, required: true}
   files: {description: Relative name to text., type: dict, required: true}
+  previous:
+    description:
+      - Directory that this one follows. A file that O(path) does not hold yet is compared with that
+        one's in the diff, and left out of it where they are equal.
+    type: path
 attributes:
   check_mode: {support: full, description: Nothing is written.}
   diff_mode: {support: full, description: The texts that would change.}
@@ -43,6 +48,7 @@ def main() -> None:
         argument_spec={
             "path": {"type": "path", "required": True},
             "files": {"type": "dict", "required": True},
+            "previous": {"type": "path"},
         },
         supports_check_mode=True,
     )
@@ -53,6 +59,8 @@ def main() -> None:
             module.fail_json(msg=f"measured: file name {name!r}\nwanted: a name below {path}")
     before = read_files(path, files)
     different = sorted(name for name in files if before.get(name) != files[name])
+    previous = Path(module.params["previous"] or path)
+    shown = read_files(previous, files) | before
     if different and not module.check_mode:
         publish(path, files)
     module.exit_json(
@@ -60,12 +68,13 @@ def main() -> None:
         path=str(path),
         diff=[
             {
-                "before_header": f"{path}/{name}",
+                "before_header": f"{path if name in before else previous}/{name}",
                 "after_header": f"{path}/{name}",
-                "before": before.get(name, ""),
+                "before": shown.get(name, ""),
                 "after": files[name],
             }
             for name in different
+            if shown.get(name) != files[name]
         ],
     )
 
