@@ -1061,7 +1061,9 @@ def stopped_midway(good: ShardSet, dest: Path) -> Iterator[subprocess.Popen[str]
         "class Wait:\n"
         "    def __call__(self, what, done, total):\n"
         "        if done > total // 2:\n"
-        "            print('half', flush=True); time.sleep(600)\n"
+        "            print('half', flush=True)\n"
+        # a signal just before a long sleep begins would be seen after it
+        "            for _ in range(60_000): time.sleep(0.01)\n"
         "copy.BLOCK, m.Meter = 100, Wait\n"
         f"sys.exit(m.main([{str(good.paths[0])!r}, {str(dest)!r}]))"
     )
