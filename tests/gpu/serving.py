@@ -27,7 +27,8 @@ says so and ends with 0.
 - mtp: the model itself with and without speculation; a text may part at a near-tie only.
 - experts: what is decoded with the expert kernels for few tokens is what is decoded without; a text
   may part at a near-tie only.
-- packed forced, packed: golden, experts with the kernels of patch 0023.
+- packed forced: golden with the kernels of patch 0023.
+- packed: what is decoded with them is what is decoded without; a text may part at a near-tie only.
 - graphs, mtp graphs, drafts graphs: what is decoded in CUDA graphs, 16 texts at once and fewer
   toward their ends, is what is decoded without; graphs were captured.
 """
@@ -68,7 +69,7 @@ GRAPHS = {
     "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 48]},
 }
 TRITON = {"attention_backend": "CUSTOM"}
-CACHE = {"kv_cache_dtype": "fp8_ds_mla"}  # the only fp8 cache that sparse attention reads
+CACHE = {"kv_cache_dtype": "fp8_ds_mla"}  # what the plan gives patch 0020 for fp8
 # engine: model, texts whose tokens it judges, options
 ENGINES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "model": ("model", ("golden", "sparse", "long"), {}),
